@@ -68,8 +68,14 @@ def permuted(values: Any, heads: int) -> Any:
     return values.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def quantize(source: str, output: str, file_type: str) -> None:
+def quantize(source: str, output: str, file_type: str, importance: str = "") -> None:
     """Writes another GGUF file of a type such as `Q4_0` or `Q4_K_M`, with llama.cpp's own choice for each tensor.
+
+    Args:
+        source: a GGUF file of floats.
+        output: the file to write.
+        file_type: llama.cpp's name.
+        importance: a `.npz` file of float32 weights of columns, by the names of tensors, if any.
 
     Raises:
         RuntimeError: llama.cpp refused.
@@ -78,6 +84,14 @@ def quantize(source: str, output: str, file_type: str) -> None:
     settings = library.llama_model_quantize_default_params()
     settings.ftype = getattr(library, f"LLAMA_FTYPE_MOSTLY_{file_type}")
     settings.nthread = 2
+    if importance:
+        arrays = dict(importlib.import_module("numpy").load(importance))
+        pointers = [one.ctypes.data_as(ctypes.POINTER(ctypes.c_float)) for one in arrays.values()]
+        entries = [
+            (name.encode(), pointer, one.size) for (name, one), pointer in zip(arrays.items(), pointers, strict=True)
+        ]
+        kind = library.llama_model_imatrix_data
+        settings.imatrix = (kind * (len(entries) + 1))(*(kind(*one) for one in entries))  # an empty one ends the list
     if library.llama_model_quantize(source.encode(), output.encode(), ctypes.byref(settings)):
         raise RuntimeError(f"llama.cpp made no {file_type} of {source}")
 

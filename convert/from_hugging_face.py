@@ -20,7 +20,7 @@ from llmconv.convert.models.model_config import SHARD_LIMIT
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem, listing
 from llmconv.files.paths import Placed, Written, output_path, output_place
 from llmconv.files.safe_folder import require_parents
-from llmconv.files.sources import fetches, local_path, reading_safely
+from llmconv.files.sources import fetches, local_path, reading_safely, source_name
 from llmconv.model_code import model_class
 from llmconv.output.local_folder import require_space
 from llmconv.output.manifest import step, steps_of_weights
@@ -40,6 +40,7 @@ def from_hf(  # noqa: PLR0913 - the options of the command, by the same names
     to: str,
     shards: int = 1,
     dtype: str = "keep",
+    imatrix: str | Path | None = None,
     overwrite: bool = False,
     resume: bool = False,
     dry_run: bool = False,
@@ -52,7 +53,8 @@ def from_hf(  # noqa: PLR0913 - the options of the command, by the same names
         output: the folder to make.
         to: name of a training format that has a way back.
         shards: number of tensor-parallel (model-parallel) parts.
-        dtype: `keep` or the float type of the weights; for `gguf` also `q8_0` or `q4_0`.
+        dtype: `keep` or the float type of the weights; for `gguf` also a mixture of llama.cpp, such as `q4_k_m`.
+        imatrix: an importance matrix of llama.cpp, for such a mixture.
         overwrite: replace an existing model folder.
         resume: continue an interrupted run.
         dry_run: return the plan, and write nothing.
@@ -63,20 +65,23 @@ def from_hf(  # noqa: PLR0913 - the options of the command, by the same names
         UsageProblem, OutputFailed: an option has an impossible value; writing failed.
     """
     require_possible(work, overwrite=overwrite)
-    checkpoint, plan = _planned(model, to, shards, dtype)
+    matrix = local_path(imatrix) if imatrix is not None else None
+    checkpoint, plan = _planned(model, to, shards, dtype, matrix)
     place = output_place(output)
     check_output(plan, place, overwrite, [checkpoint.path], resume=resume)
     if not dry_run:
-        made = step("from-hf", checkpoint.path, to=to, shards=shards, dtype=dtype)
+        given = source_name(matrix) if matrix else None
+        made = step("from-hf", checkpoint.path, to=to, shards=shards, dtype=dtype, imatrix=given)
         steps = [*steps_of_weights(checkpoint.path), made]
         sources = sorted(entry for entry in checkpoint.path.iterdir() if entry.is_file())
+        sources += [matrix] if matrix else []
         asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
         done = write_checkpoint(plan, place, steps=steps, sources=sources, **asked)
         plan = done_by(work, plan, done.found)
     return plan
 
 
-def _planned(model: str | Path, to: str, shards: int, dtype: str) -> tuple[Checkpoint, Plan]:
+def _planned(model: str | Path, to: str, shards: int, dtype: str, matrix: Path | None) -> tuple[Checkpoint, Plan]:
     """The model, and what is written of it; warns of what the format has no place for."""
     known = {found.name: found for found in formats().values() if found.save}
     if to not in known:
@@ -87,20 +92,25 @@ def _planned(model: str | Path, to: str, shards: int, dtype: str) -> tuple[Check
         raise UsageProblem(f"unknown dtype `{dtype}`", hint=f"one of: keep, {', '.join(known[to].dtypes)}")
     if own is None:
         check_dtype(dtype)
+        if matrix is not None:
+            raise UsageProblem(
+                "`--imatrix` is for types of GGUF that have blocks", hint="give `--to gguf --dtype q4_k_m` with it"
+            )
     if not 1 <= shards <= SHARD_LIMIT:
         raise UsageProblem(f"{shards} shards are not possible", hint=f"`--shards` is 1 to {SHARD_LIMIT}")
     with reading_safely(model):
         checkpoint = open_model(local_path(model, in_parts=True))
     save = known[to].save
     assert save
-    plan = own(checkpoint, shards) if own else save(with_cast(checkpoint, dtype), shards)
+    plan = own(checkpoint, shards, matrix) if own else save(with_cast(checkpoint, dtype), shards)
     left = [name for name in plan.checkpoint.side_files if name not in plan.small_files]
     notes = [f"a checkpoint of the format `{to}` has no place for {listing(left)}"] if left else []
     warn_all((*checkpoint.warnings, *plan.warnings, *notes))
     return checkpoint, plan
 
 
-TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "q8_0", "q4_0": "q4_0"}
+MIXTURES = (*("q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0"), *("q4_k_m", "q4_k_s", "q4_1", "q4_0"))
+TYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", **{name: name for name in MIXTURES}}
 """Types of the matrices of a GGUF file, and the values of `dtype` that stand for them."""
 NAME, SUFFIX = "model.gguf", ".gguf"
 
@@ -128,6 +138,7 @@ def to_gguf(
     output: Annotated[Written, OWN],
     *,
     type: str | None = None,
+    imatrix: str | Path | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> Plan:
@@ -138,7 +149,8 @@ def to_gguf(
     Args:
         model: a folder, or its URI or hub id.
         output: the file to make; `model.gguf` in an existing folder, or in one whose name ends with `/`.
-        type: of the matrices: `f32`, `f16`, `bf16`, `q8_0` or `q4_0`; None for that of the folder.
+        type: of the matrices, such as `f16` or `q4_k_m`; None for that of the folder.
+        imatrix: an importance matrix of llama.cpp, for a type with blocks.
         overwrite: replace an existing file.
         dry_run: return the plan, and write nothing.
 
@@ -152,7 +164,8 @@ def to_gguf(
     if os.path.lexists(path) and not (overwrite and path.is_file()):
         raise InputRefused(f"`{path}` exists", hint="give another name, or `--overwrite` to replace a file")
     require_parents(path)
-    checkpoint, plan = _planned(model, "gguf", 1, TYPES[type] if type else "keep")
+    matrix = local_path(imatrix) if imatrix is not None else None
+    checkpoint, plan = _planned(model, "gguf", 1, TYPES[type] if type else "keep", matrix)
     require_space(path, plan.nbytes)
     if not dry_run:
         sources = sorted(entry for entry in checkpoint.path.iterdir() if entry.is_file())

@@ -46,8 +46,8 @@ class Format:
     # format cannot hold, MalformedInput if config and tensors contradict each other, and UsageProblem for a number of
     # shards that does not divide the model. None if the format cannot be written
     save: Callable[[Checkpoint, int], Plan] | None = None
-    # other values of `--dtype` of `from-hf`, such as `q8_0`, and what saves a model so
-    dtypes: Mapping[str, Callable[[Checkpoint, int], Plan]] = field(default_factory=dict)
+    # other values of `--dtype` of `from-hf`, such as `q8_0`, and what saves a model so, with `--imatrix` if given
+    dtypes: Mapping[str, Callable[[Checkpoint, int, Path | None], Plan]] = field(default_factory=dict)
     # how its state dicts are recognized, if single torch or safetensors files are its checkpoints
     sign: Sign | None = None
 

@@ -43,7 +43,7 @@ COMMON = {
         "max_new_tokens max_length temperature top_k top_p min_p repetition_penalty num_beams "
         "num_return_sequences stop_strings seed"
     ),
-    "Output": "output output_file dtype max_shard_size graphs_only verify stream null overwrite resume dry_run",
+    "Output": "output output_file dtype imatrix max_shard_size graphs_only verify stream null overwrite resume dry_run",
     "Merge": "weights initial_adapters combine densities rank majority_sign base_quant alpha check",
     "Division of the work": "part finish workers engine",
     "Graphs": (

@@ -11,6 +11,8 @@ from llmconv.cli import options
 from llmconv.cli.command_group import Command
 from llmconv.cli.options import option
 
+GGUF_MIXTURES = ("q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "q4_1", "q4_0")
+
 
 @click.command(name="from-hf", cls=Command)
 @click.argument("model")
@@ -22,10 +24,11 @@ from llmconv.cli.options import option
 @option("--shards", "Number of tensor-parallel parts.", click.IntRange(1), show_default=True, default=1)
 @option(
     "--dtype",
-    "Element type of the floating-point weights; q8_0 and q4_0: blocks of GGUF.",
-    options.ElementType(["keep", "float32", "float16", "bfloat16", "q8_0", "q4_0"]),
+    "Element type of the floating-point weights; from q8_0 on: llama.cpp's mixtures of types of GGUF.",
+    options.ElementType(["keep", "float32", "float16", "bfloat16", *GGUF_MIXTURES]),
     default="keep",
 )
+@option("--imatrix FILE", "Importance matrix of llama.cpp, for a mixture of fewer bits than q8_0.")
 @options.overwrite
 @options.resume
 @options.dry_run

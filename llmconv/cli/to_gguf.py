@@ -26,8 +26,12 @@ class GGUFOutput(options.Output):
 @click.argument("model")
 @option("-o --output FILE", "File to write, X.gguf; of a folder its model.gguf.", GGUFOutput(), required=True)
 @option(
-    "--type", "Type of the matrices.  [default: that of MODEL]", ["f32", "f16", "bf16", "q8_0", "q4_0"], default=None
+    "--type",
+    "Type of the matrices, as llama-quantize has them.  [default: that of MODEL]",
+    ["f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "q4_1", "q4_0"],
+    default=None,
 )
+@option("--imatrix FILE", "Importance matrix of llama.cpp, for a type with blocks.", default=None)
 @option("--overwrite", "Replace an existing file.")
 @options.dry_run
 @options.as_json

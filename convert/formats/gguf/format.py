@@ -20,7 +20,7 @@ from llmconv.convert.formats import Format
 from llmconv.convert.formats.gguf.codes import turned_in, with_codes, with_graph_codes
 from llmconv.convert.formats.gguf.configs import FREQUENCIES, HINT, LONG, Keys
 from llmconv.convert.formats.gguf.names import in_hugging_face_names
-from llmconv.convert.formats.gguf.save import KINDS, OF_DTYPE, Stored, gguf_pieces, save
+from llmconv.convert.formats.gguf.save import KINDS, Stored, gguf_pieces, save
 from llmconv.convert.formats.gguf.tokenizer import special_ids, tokenizer_files
 from llmconv.convert.models.completeness import as_loaded
 from llmconv.convert.models.config_file import plain_fields, with_architecture
@@ -167,8 +167,6 @@ FORMAT = Format(
     "IQ4_XS, MXFP4, TQ1_0 and TQ2_0 dequantized",
     options=("quant",),
     save=save,
-    dtypes={
-        name if kind in OF_DTYPE.values() else kind.lower(): partial(save, kind=kind) for kind, name in KINDS.items()
-    },
+    dtypes={name: partial(save, kind=kind) for kind, name in KINDS.items()},
     peek=lambda path: {name: tensor.values for name, tensor in _read(path).tensors.items()},
 )

@@ -1,7 +1,7 @@
 """A Hugging Face model as a GGUF file, with the names, keys and changes of llama.cpp's own converter.
 
-Sources: llama.cpp `conversion/base.py` (vectors, positions and routers stay float32), `gguf-py/gguf/quants.py` (Q8_0
-and Q4_0). What the file says is read back and compared with the configuration, so that nothing is left out silently.
+Source: llama.cpp `conversion/base.py` (vectors, positions and routers stay float32); `recipes.py` has types of blocks.
+What the file says is read back and compared with the configuration, so that nothing is left out silently.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, floor, isclose, log, pi, prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,7 @@ from llmconv.convert.formats.gguf.names import (
 )
 from llmconv.convert.formats.gguf.tokenizer import tokenizer_keys
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem, listing
+from llmconv.files.copying import cores
 from llmconv.files.gguf_file import ALIGNMENT, ARRAY, BLOCKS, MAGIC, NUMBERS, PLAIN, TEXT
 from llmconv.output.plan import Plan, Shard
 from llmconv.tensors import BY_NAME, Array, LazyTensor, cast, in_memory
@@ -48,7 +51,22 @@ FILE = "model.gguf"
 VERSION = 3
 TYPES = {name: number for number, (name, _) in PLAIN.items()} | {block.name: number for number, block in BLOCKS.items()}
 OF_DTYPE = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32, "Q8_0": 7, "Q4_0": 2}  # `general.file_type`, by the type of most matrices
+FLOATS = {"F32": 0, "F16": 1, "BF16": 32}
+MIXTURES = {
+    "Q8_0": 7,
+    "Q6_K": 18,
+    "Q5_K_M": 17,
+    "Q5_K_S": 16,
+    "Q5_1": 9,
+    "Q5_0": 8,
+    "Q4_K_M": 15,
+    "Q4_K_S": 14,
+    "Q4_1": 3,
+    "Q4_0": 2,
+}
+"""llama.cpp's names of what a file can have, and `general.file_type`, of floats by the type of most matrices."""
+KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", **{kind: kind.lower() for kind in MIXTURES}}
+"""Values of `--dtype`, by these names."""
 KEPT = re.compile(
     r"\.ffn_gate_inp\.|\.shortconv\.conv\.|^position_embd\.|_norm\.weight$|(?<!\.weight)$"
 )  # matrices that stay float32
@@ -56,31 +74,51 @@ KEPT = re.compile(
 UINT32, FLOAT32, BOOL = 4, 6, 7
 
 
-def save(checkpoint: Checkpoint, shards: int, kind: str = "") -> Plan:
-    """The file of a model; see `Format.save`. `kind` is the type of its matrices, a key of `KINDS`, if given."""
+def save(checkpoint: Checkpoint, shards: int, imatrix: Path | None = None, *, kind: str = "") -> Plan:
+    """The file of a model; see `Format.save`.
+
+    `kind` is the type of its matrices or their mixture, a key of `KINDS`; `imatrix` an importance matrix for a mixture.
+    """
     source = checkpoint.path.name
     if shards != 1:
         raise UsageProblem("GGUF files are not split into ranks", hint="leave out `--shards`")
+    if imatrix and (kind not in MIXTURES or kind == "Q8_0"):
+        raise UsageProblem(f"`{KINDS[kind]}` does not use an importance matrix", hint="give `--dtype q4_k_m`")
     architecture = _architecture(checkpoint)
     keys = _keys(checkpoint.config)
     tensors = _tensors(checkpoint, architecture)
-    head = "output.weight" if "output.weight" in tensors else "token_embd.weight"  # kept more exact, as by llama.cpp
+    matrices = {name: one.shape[-1] for name, one in tensors.items() if len(one.shape) > 1 and not KEPT.search(name)}
+    kinds, weights, about, warnings = dict.fromkeys(matrices, kind), dict[str, Array](), {}, list[str]()
+    if kind in MIXTURES:
+        from llmconv.convert.formats.gguf.recipes import types_of  # noqa: PLC0415 - few files have mixtures
+
+        tied, weighted = "output.weight" not in tensors, imatrix is not None
+        kinds = types_of(matrices, kind, architecture, keys, tied=tied, weighted=weighted)
+    if imatrix:
+        from llmconv.convert.formats.gguf.importance import read_importance, without_weights  # noqa: PLC0415 - as above
+
+        shapes = {name: one.shape for name, one in tensors.items() if len(one.shape) > 1}
+        importance = read_importance(imatrix, shapes, source)
+        weights, about = importance.weights, importance.metadata
+        warnings += without_weights(weights, kinds, imatrix.name)
     stored = {
-        name: _stored(name, tensor, "Q8_0" if kind in QUANTIZERS and name == head else kind)
-        for name, tensor in tensors.items()
+        name: _stored(name, tensor, kinds.get(name, "F32"), weights.get(name)) for name, tensor in tensors.items()
     }
     _require_same(checkpoint, architecture, keys, tensors)
-    kinds = [one.type for name, one in stored.items() if one.type != "F32" and not KEPT.search(name)]
-    warnings = _approximations(_full(checkpoint.config).to_dict())
+    types = [stored[name].type for name in matrices if stored[name].type != "F32"]
+    warnings += _approximations(_full(checkpoint.config).to_dict())
     vocabulary, left = tokenizer_keys(checkpoint, tensors["token_embd.weight"].num_rows, warnings)
     metadata = {
         "general.architecture": architecture,
         "general.type": "model",
         "general.name": source,
         "general.quantization_version": 2,
-        "general.file_type": FILE_TYPES[max(kinds, key=kinds.count, default="F32")],
+        "general.file_type": (FLOATS | MIXTURES)[
+            kind if kind in MIXTURES else max(types, key=types.count, default="F32")
+        ],
         **{f"{architecture}.{key}": value for key, value in keys.items()},
         **vocabulary,
+        **about,
     }
     container = partial(gguf_pieces, metadata=metadata, stored=stored)
     shard = Shard(FILE, {name: one.data for name, one in stored.items()}, container)
@@ -398,69 +436,65 @@ class Stored:
     data: LazyTensor  # the elements, or the bytes of their blocks
 
 
-def _stored(name: str, tensor: LazyTensor, kind: str) -> Stored:
-    """Vectors and some matrices as float32, others as they are, rounded or quantized."""
-    if len(tensor.shape) < 2 or KEPT.search(name):
-        return Stored("F32", tensor.shape, cast(tensor, BY_NAME["float32"], name))
-    dtype = BY_NAME[KINDS.get(kind) or tensor.dtype.name]
-    block = BY_TYPE.get(kind)
-    if block is None or tensor.shape[-1] % block.elements:  # float16 then, as by llama.cpp's converter
-        if dtype.name not in OF_DTYPE:
-            raise UnsupportedInput(
-                f"`{name}` is {dtype.name}, which llama.cpp cannot run", hint="give `--dtype float32`"
-            )
-        return Stored(OF_DTYPE[dtype.name], tensor.shape, cast(tensor, dtype, name))
-    shape = (*tensor.shape[:-1], tensor.shape[-1] // block.elements * block.width)
+def _stored(name: str, tensor: LazyTensor, kind: str, weights: Array | None) -> Stored:
+    """A tensor in a type of `FLOATS` or `QUANTIZERS`; "" as it is."""
+    if kind in BY_TYPE:
+        return _in_blocks(name, tensor, kind, weights)
+    dtype = BY_NAME[KINDS[kind]] if kind else tensor.dtype
+    if dtype.name not in OF_DTYPE:
+        raise UnsupportedInput(f"`{name}` is {dtype.name}, which llama.cpp cannot run", hint="give `--dtype float32`")
+    return Stored(OF_DTYPE[dtype.name], tensor.shape, cast(tensor, dtype, name))
 
-    step = max(1, VALUES // prod(tensor.shape[1:]))
+
+def _in_blocks(name: str, tensor: LazyTensor, kind: str, weights: Array | None) -> Stored:
+    """A matrix as blocks, which several threads make of a part of its rows.
+
+    `weights` are the importance of columns, float32 [experts, columns], if known.
+    """
+    from llmconv.convert.formats.gguf.quantizers import QUANTIZERS  # noqa: PLC0415 - few files have blocks
+
+    block, quantizer, columns = BY_TYPE[kind], QUANTIZERS[kind], tensor.shape[-1]
+    shape = (*tensor.shape[:-1], columns // block.elements * block.width)
+    inner = prod(tensor.shape[1:-1])  # rows of a row of dim 0
+    step, count = max(1, ROWS // (inner * columns)), max(1, VALUES // columns)
+    rows = tensor.shape[-2]  # that have the same weights
+
+    def blocks(values: Array, first: int) -> Array:
+        single = values.astype(np.float32)
+        largest = np.abs(single).max(initial=0)
+        if not largest <= quantizer.limit:
+            raise InputRefused(
+                f"`{name}` contains {float(largest):.6g}, too large for the float16 scale of a {kind} block",
+                hint="give `--dtype bfloat16`, and correct the weights if they are not numbers",
+            )
+        if weights is None or quantizer.weighted is None:
+            return quantizer.blocks(single.reshape(-1, block.elements))
+        made = quantizer.weighted(single, weights[(first + np.arange(len(single))) // rows])
+        if not np.isfinite(block.values(made)).all():
+            raise InputRefused(f"the importance of `{name}` is too large for float32", hint="leave out `--imatrix`")
+        return made
 
     def load(start: int, stop: int) -> Array:
         found = np.empty((stop - start, *shape[1:]), np.uint8)
-        for first in range(start, stop, step):
-            last = min(first + step, stop)
-            values = tensor.rows(first, last).astype(np.float32).reshape(-1, block.elements)
-            largest = np.abs(values).max(initial=0)
-            if not largest <= LARGEST_SCALE * (127 if kind == "Q8_0" else 8):
-                raise InputRefused(
-                    f"`{name}` contains {float(largest):.6g}, too large for the float16 scale of a {kind} block",
-                    hint="give `--dtype bfloat16`, and correct the weights if they are not numbers",
-                )
-            found[first - start : last - start] = QUANTIZERS[kind](values).reshape(last - first, *shape[1:])
+        with ThreadPoolExecutor(min(cores(), THREADS)) as pool:
+            for first in range(start, stop, step):
+                last = min(first + step, stop)
+                values = tensor.rows(first, last).reshape(-1, columns)
+                made = found[first - start : last - start].reshape(len(values), -1)
+                places = range(0, len(values), count)
+                parts = [values[at : at + count] for at in places]
+                for at, data in zip(
+                    places, pool.map(blocks, parts, [first * inner + at for at in places]), strict=True
+                ):
+                    made[at : at + count] = data.reshape(-1, made.shape[1])
         return found
 
     return Stored(kind, tensor.shape, LazyTensor(BY_NAME["uint8"], shape, load))
 
 
-def _inverse(scales: Array) -> Array:
-    with np.errstate(divide="ignore"):
-        found: Array = np.where(scales == 0, np.float32(0), np.float32(1) / scales)
-    return found
-
-
-def q8_0(values: Array) -> Array:
-    """Blocks [blocks, 34] of float32 [blocks, 32]: codes rounded half away from zero (ggml `quantize_row_q8_0_ref`)."""
-    scales = np.abs(values).max(axis=1, keepdims=True) / np.float32(127)
-    scaled = values * _inverse(scales)
-    size = np.abs(scaled)
-    whole = np.floor(size)
-    codes = np.sign(scaled) * (whole + np.floor(2 * (size - whole)))
-    return np.concatenate([scales.astype("<f2").view(np.uint8), codes.astype(np.int8).view(np.uint8)], axis=1)
-
-
-def q4_0(values: Array) -> Array:
-    """Blocks [blocks, 18] of float32 [blocks, 32]: the largest value is -8 scales (ggml `quantize_row_q4_0_ref`)."""
-    largest = np.take_along_axis(values, np.abs(values).argmax(axis=1)[:, None], axis=1)
-    scales = largest / np.float32(-8)
-    codes = np.trunc(values * _inverse(scales) + np.float32(8.5)).astype(np.uint8).clip(0, 15)
-    return np.concatenate([scales.astype("<f2").view(np.uint8), codes[:, :16] | codes[:, 16:] << 4], axis=1)
-
-
-QUANTIZERS: Mapping[str, Callable[[Array], Array]] = {"Q8_0": q8_0, "Q4_0": q4_0}
-KINDS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", **dict.fromkeys(QUANTIZERS, "float16")}
-"""Types that are written, and the element type of matrices; in place of blocks, where rows do not divide into them."""
-
-LARGEST_SCALE = 65504
-VALUES = 1 << 18  # that are quantized at once, with several temporary copies in float32
+VALUES = 1 << 16  # that a thread quantizes at once, with several temporary copies in float32
+ROWS = 1 << 20  # values that are read at once
+THREADS = 8  # more cost memory
 BY_TYPE = {block.name: block for block in BLOCKS.values()}
 
 
