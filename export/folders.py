@@ -233,15 +233,24 @@ class InPlace:
                         inner.require_replaceable(last)
         recorded = read_manifest(self.place).graphs
         written = [name for role in graphs if role in recorded for name in graphs[role]]
-        self._require_own_files()
+        self._require_own_files(set(graphs))
         existing = existing_files(self.place, recorded, list(graphs), [*written, *plan.clients.names])
         if existing and not self.overwrite and not self.resume:
             raise InputRefused(f"`{self.place / existing[0]}` already exists", hint="give `--overwrite` to replace it")
 
-    def _require_own_files(self) -> None:
-        """Refuses small files of another model next to a model file."""
-        recorded = read_manifest(self.place).files
-        for name, content in self.model_files().items():
+    def _require_own_files(self, roles: set[str]) -> None:
+        """Refuses small files of another model next to a model file, and graphs of one that stay."""
+        manifest = read_manifest(self.place)
+        recorded, own = manifest.files, self.model_files()
+        index, left = own.get(RANGES), sorted(manifest.graphs.keys() - roles)
+        is_other = index and RANGES in recorded and not _exists(self.place / RANGES, index)
+        if is_other and (left or not self.overwrite):
+            raise InputRefused(
+                f"`{self.place}` has graphs of another model file, or of this one before it changed",
+                hint="give `-o OUT`, a new folder; or export all of its graphs again, with `--overwrite`"
+                + (f": {', '.join(left)}, too" if self.overwrite else ""),
+            )
+        for name, content in own.items():
             path = self.place / name
             if name not in recorded and os.path.lexists(path) and not _exists(path, content):
                 raise InputRefused(

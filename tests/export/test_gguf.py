@@ -151,6 +151,17 @@ def test_a_replaced_file_is_refused(alone: Path, tiny: Callable[[str], Path]) ->
     assert tensors
 
 
+def test_graphs_of_another_file_do_not_stay(alone: Path, tiny: Callable[[str], Path]) -> None:
+    export(alone, prefill=False, incremental=False, unified=True)
+    other = write_gguf(tiny("llama"), alone.parent / "other.gguf", quantized=GGMLQuantizationType.BF16)
+    for overwrite in (False, True):
+        with pytest.raises(InputRefused, match="has graphs of another model file") as error:
+            export(other, incremental=False, overwrite=overwrite)
+        assert ("unified, too" in str(error.value.hint)) == overwrite
+    export(other, prefill=False, incremental=False, unified=True, overwrite=True)
+    assert values(open_checkpoint(alone.parent)) == values(open_training(other))
+
+
 LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no files": lambda index: index.pop("files"),
     "no tensors": lambda index: index.update(tensors={}),
