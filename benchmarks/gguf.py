@@ -39,6 +39,9 @@ def main() -> int:
             "to-hf", made["q4_0"], "-o", output, "--dtype", "bfloat16"
         ),
         "`cp` of the q4_0 file": ["cp", "-r", str(made["q4_0"]), str(output)],
+        "`from-hf --to gguf --dtype q4_k_m`": llmconv(
+            "from-hf", base(), "-o", output, "--to", "gguf", "--dtype", "q4_k_m"
+        ),
     }
     results = interleaved(commands, ROUNDS, output)
     walls = {name: median(runs, lambda item: item.wall) for name, runs in results.items()}

@@ -71,6 +71,26 @@ def ggufs() -> list[bytes]:
     return [gguf.gguf(), gguf.gguf(gguf.PIECES), gguf.gguf({**EXPERTS, **gguf.PIECES}, gguf.mixtral())]
 
 
+IMPORTANCE = {"blk.0.attn_q.weight": (4, 4), "blk.0.ffn_up_exps.weight": (2, 3, 4)}  # shapes of matrices
+
+
+def importances() -> list[bytes]:
+    """Importance matrices of llama.cpp of matrices of `IMPORTANCE`, in both forms."""
+    keys = {"general.type": "imatrix", "imatrix.datasets": ["a.txt"], "imatrix.chunk_count": 3}
+    sums = {
+        f"{name}.in_sum2": np.ones((shape[0] if len(shape) > 2 else 1, 4), "f4") for name, shape in IMPORTANCE.items()
+    }
+    counts = {name.replace("in_sum2", "counts"): np.full((len(one), 1), 2, "f4") for name, one in sums.items()}
+    nothing = dict.fromkeys(gguf.KEYS), dict.fromkeys(gguf.arrays())
+    data = struct.pack("<i", len(sums))
+    for name, one in sums.items():
+        data += struct.pack("<i", len(name) - 8) + name[:-8].encode() + struct.pack("<ii", 2, one.size) + one.tobytes()
+    return [
+        gguf.gguf({**nothing[0], **keys}, {**nothing[1], **sums, **counts}),
+        data + struct.pack("<ii", 3, 5) + b"a.txt",
+    ]
+
+
 EXPERTS = {"llama.expert_count": 2, "llama.expert_used_count": 1}
 GGUF_WORDS = (*(name.encode() for name in gguf.KEYS), *(gguf.value(one) for one in (0, 1, 0.5, True, "x", ["a", "b"])))
 

@@ -13,6 +13,8 @@ from llmconv.checkpoint import open_checkpoint, read_json
 from llmconv.convert.adapters.lora_config import parse_config
 from llmconv.convert.deltas.exact import open_exact
 from llmconv.convert.formats import formats
+from llmconv.convert.formats.gguf.importance import read_importance
+from llmconv.convert.formats.gguf.save import _value
 from llmconv.convert.formats.mindformers.mindspore import read_ckpt, read_strategy
 from llmconv.convert.formats.paddle.read import open_pdparams
 from llmconv.convert.inspection import inspect
@@ -36,6 +38,7 @@ from llmconv.serve.openai_schema import ApiError, chat_request, completion_reque
 from tests.fuzz.seeds import (
     GGUF_WORDS,
     GRAPH,
+    IMPORTANCE,
     LAYOUT,
     MESSAGE,
     OPCODES,
@@ -54,6 +57,7 @@ from tests.fuzz.seeds import (
     graphs,
     hugging_face,
     images,
+    importances,
     megatron,
     old_file,
     one_tensor,
@@ -81,6 +85,14 @@ def _open_gguf(path: Path) -> None:
     json.dumps(opened.config, allow_nan=False)
     for tensor in opened.tensors.values():
         tensor.read()
+
+
+def _read_importance(path: Path) -> None:
+    """The weights in an importance matrix, and what a file that was quantized with it says."""
+    found = read_importance(path, IMPORTANCE, "model")
+    assert all(np.isfinite(one).all() and (one >= 0).all() for one in found.weights.values())
+    for one in found.metadata.values():
+        _value(one)
 
 
 def unpack_file(path: Path) -> None:
@@ -116,6 +128,7 @@ TARGETS: dict[str, Target] = {
     "safetensors": Target("a.safetensors", lambda: [built(hugging_face, "a.safetensors")], read_header),
     "gguf": Target("x.gguf", ggufs, _open_gguf, words=GGUF_WORDS),
     "gguf-keys": Target("x.json", gguf_keys, lambda path: _open_gguf(with_keys(path))),
+    "importance": Target("x.imatrix", importances, _read_importance, words=GGUF_WORDS),
     "header": Target(
         "x.json",
         lambda: fields(a={"dtype": "F32", "shape": [2, 1], "data_offsets": [0, 8]}, __metadata__={"format": "pt"}),

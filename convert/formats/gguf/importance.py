@@ -58,8 +58,14 @@ def read_importance(path: Path, shapes: Mapping[str, tuple[int, ...]], model: st
                 raise FileProblem(f"has negative or infinite weights for `{name}`")
     if not found:
         raise InputRefused(f"`{path.name}` has no weights for matrices of `{model}`", hint=HINT)
-    keys = {"file": path.name, "entries_count": len(found), **about}
+    keys = {"file": path.name.encode(errors="replace").decode(), "entries_count": len(found), **about}
     return Importance(found, {f"quantize.imatrix.{key}": value for key, value in keys.items()})
+
+
+def _about(text: Any, chunks: Any) -> dict[str, Any]:
+    """What is kept of the origin: the name of the text and the number of its chunks, if they are that."""
+    found: dict[str, Any] = {"dataset": text} if isinstance(text, str) and 0 < len(text) <= TEXT_LIMIT else {}
+    return found | ({"chunks_count": chunks} if type(chunks) is int and 0 <= chunks < 1 << 31 else {})
 
 
 def _expected(path: Path, name: str, count: int, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
@@ -90,27 +96,28 @@ def _of_gguf(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[st
         if not (np.isfinite(number).all() and (number >= 0).all()):
             raise FileProblem(f"has negative or infinite counts for `{name}`")
         values = sums.values.read().reshape(experts, columns)
-        found[name] = np.where(number > 0, values / np.where(number > 0, number, 1), 1).astype(np.float32)
-    texts, chunks = (file.metadata.get(f"imatrix.{key}") for key in ("datasets", "chunk_count"))
-    about = {"dataset": texts[0]} if isinstance(texts, list) and texts and isinstance(texts[0], str) else {}
-    return found, about | ({"chunks_count": chunks} if isinstance(chunks, int) else {})
+        with np.errstate(over="ignore"):  # what is infinite is refused
+            found[name] = np.where(number > 0, values / np.where(number > 0, number, 1), 1).astype(np.float32)
+    texts = file.metadata.get("imatrix.datasets")
+    text = texts[0] if isinstance(texts, list) and texts else ""
+    return found, _about(text, file.metadata.get("imatrix.chunk_count"))
 
 
 def _of_dat(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Array], dict[str, Any]]:
-    found, about = dict[str, Array](), dict[str, Any]()
+    found, text, chunks = dict[str, Array](), "", -1
     with open_source(path) as file:
-        entries = _integer(file, 1, TENSOR_LIMIT)
-        for _ in range(entries):
+        for _ in range(_integer(file, 1, TENSOR_LIMIT)):
             name = _take(file, _integer(file, 1, NAME_LIMIT)).decode("utf-8", "replace")
-            calls, count = _integer(file, 0, 1 << 31), _integer(file, 1, 1 << 31)
+            if not name.isprintable() or name in found:
+                raise FileProblem(f"has the name {name[:40]!r} twice, or it is no name")
+            calls, count = _integer(file, 0, (1 << 31) - 1), _integer(file, 1, (1 << 31) - 1)
             shape = _expected(path, name, count, shapes)
             values = np.frombuffer(_take(file, 4 * count), "<f4").reshape(shape)
             found[name] = values / np.float32(calls) if calls else values
-        if chunks := file.read(4):
-            about["chunks_count"] = struct.unpack("<i", chunks.ljust(4, b"\0"))[0]
+        if file.peek(1):
+            chunks = struct.unpack("<i", _take(file, 4))[0]
             text = _take(file, _integer(file, 0, TEXT_LIMIT)).decode("utf-8", "replace") if file.peek(1) else ""
-            about |= {"dataset": text} if text else {}
-    return found, {key: one for key, one in about.items() if not isinstance(one, int) or one >= 0}
+    return found, _about(text, chunks)
 
 
 def _take(file: BufferedReader, count: int) -> bytes:
