@@ -109,7 +109,7 @@ class Feeder:
         for file, content in target.siblings().items():
             (self._folder / file).write_bytes(content)
         kept = [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]
-        self._seeds = [*target.seeds(), *kept]
+        self._seeds = [*target.seeds(), *target.refused(), *kept]
         for data in self._seeds:  # loads what is ever loaded, before anybody watches
             self._read_unseen(data)
         self._watched = Watched(place)

@@ -103,16 +103,23 @@ def gguf_keys() -> list[bytes]:
     rope = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0, "llama.rope.freq_base": 10.0}
     rope |= {"llama.rope.scaling.original_context_length": 8}
     size = {"llama.attention.key_length": 2, "llama.attention.value_length": 2, "llama.rope.dimension_count": 2}
+    return [
+        *fields(keys={**plain, **size, "llama.attention.head_count_kv": [2, 2]}, tensors={}),
+        *fields(keys={**plain, **pieces, **rope}, tensors={}),
+        *fields(keys={**plain, **EXPERTS, **size}, tensors=shapes),
+        *fields(keys=plain, tensors={gguf.FREQUENCIES: [1]}),
+    ]
+
+
+def gguf_families() -> list[bytes]:
+    """The same of other architectures, with tensors of a Llama that these do not have, so that all are refused."""
+    plain = {name: one.tolist() if isinstance(one, np.ndarray) else one for name, one in gguf.KEYS.items()}
     experts = {f"blk.0.ffn_{one}_exps.weight": [2, 4, 4] for one in ("gate", "up", "down")}
     latent = {"blk.0.attn_k_b.weight": [2, 4, 2], "blk.0.attn_v_b.weight": [2, 2, 4]}
     return [
         *fields(keys=_named(plain, "gpt-oss", gguf.ALTERNATING), tensors=experts),
         *fields(keys=_named(plain, "deepseek2", gguf.LATENT), tensors=latent),
         *fields(keys=_named(plain, "lfm2", {"attention__head_count_kv": [2], "shortconv__l_cache": 3}), tensors={}),
-        *fields(keys={**plain, **size, "llama.attention.head_count_kv": [2, 2]}, tensors={}),
-        *fields(keys={**plain, **pieces, **rope}, tensors={}),
-        *fields(keys={**plain, **EXPERTS, **size}, tensors=shapes),
-        *fields(keys=plain, tensors={gguf.FREQUENCIES: [1]}),
     ]
 
 

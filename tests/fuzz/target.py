@@ -23,6 +23,7 @@ class Target:
         read: reads it, given its path.
         siblings: the other files of its folder, by name.
         words: pieces that mean something in the format.
+        refused: more contents to start from, which are not honest.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Target:
     read: Callable[[Path], object]
     siblings: Callable[[], Files] = dict
     words: tuple[bytes, ...] = ()
+    refused: Callable[[], list[bytes]] = list
 
 
 def built(build: Callable[[Path], Path], name: str) -> bytes:

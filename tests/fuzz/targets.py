@@ -52,6 +52,7 @@ from tests.fuzz.seeds import (
     composer,
     delta,
     fields,
+    gguf_families,
     gguf_keys,
     ggufs,
     graphs,
@@ -127,7 +128,7 @@ TARGETS: dict[str, Target] = {
     "old-torch": Target("x.bin", lambda: [built(old_file, "x.bin")], torch_tensors, words=OPCODES),
     "safetensors": Target("a.safetensors", lambda: [built(hugging_face, "a.safetensors")], read_header),
     "gguf": Target("x.gguf", ggufs, _open_gguf, words=GGUF_WORDS),
-    "gguf-keys": Target("x.json", gguf_keys, lambda path: _open_gguf(with_keys(path))),
+    "gguf-keys": Target("x.json", gguf_keys, lambda path: _open_gguf(with_keys(path)), refused=gguf_families),
     "importance": Target("x.imatrix", importances, _read_importance, words=GGUF_WORDS),
     "header": Target(
         "x.json",
