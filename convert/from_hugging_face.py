@@ -166,6 +166,10 @@ def to_gguf(
     require_parents(path)
     matrix = local_path(imatrix) if imatrix is not None else None
     checkpoint, plan = _planned(model, "gguf", 1, TYPES[type] if type else "keep", matrix)
+    if path.exists() and any(
+        path.samefile(file) for file in {getattr(one, "path", path.parent) for one in checkpoint.values()}
+    ):
+        raise InputRefused(f"`{path}` has the weights of the model itself", hint="give another name")
     require_space(path, plan.nbytes)
     if not dry_run:
         sources = sorted(entry for entry in checkpoint.path.iterdir() if entry.is_file())

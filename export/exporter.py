@@ -12,7 +12,7 @@ from typing import Any, Protocol, Unpack, get_type_hints, runtime_checkable
 from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_task
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint
-from llmconv.errors import InputRefused
+from llmconv.errors import InputRefused, LlmconvError
 from llmconv.export.clients import DEFAULT, Client, find_clients, roles_for
 from llmconv.export.export_options import DEFAULTS, ExportOptions, check_options, option_that_computes, roles_of_task
 from llmconv.export.exported import Exported
@@ -24,6 +24,7 @@ from llmconv.files.gguf_file import holds_gguf
 from llmconv.files.paths import Placed, output_place
 from llmconv.files.safe_folder import make_temporary_folder, remove_temporary_folder
 from llmconv.files.sources import fetches, is_remote, local_path, require_own_folder
+from llmconv.files.weight_ranges import require_mapped
 from llmconv.model_code import model_class
 from llmconv.not_a_model_folder import is_quantized_export, refused_export
 from llmconv.output.manifest import MTP_ROLE, read_manifest
@@ -118,6 +119,10 @@ def _opened_gguf(path: Path) -> Iterator[Checkpoint]:
         for name, content in plan_checkpoint(opened).small_files.items():
             (folder / name).write_bytes(content)
         yield replace(opened, path=folder)
+    except LlmconvError as error:
+        error.message, error.hint = (text.replace(str(folder), str(path)) for text in (error.message, error.hint or ""))
+        error.args = (error.message,)
+        raise
     finally:
         remove_temporary_folder(folder)
 
@@ -143,6 +148,8 @@ def _refuse_early(
     place = output_place(output) if output is not None else home
     if not isinstance(place, Path):
         return
+    if (place.resolve() == home.resolve() or given["graphs_only"]) and checkpoint.format == "gguf":
+        require_mapped(checkpoint)
     if place.resolve() != home.resolve():
         inputs = [source] if checkpoint.format == "gguf" else [home]  # a new folder may be next to a file
         destination_of(place).require_free(given["overwrite"], inputs, resume=given["resume"])

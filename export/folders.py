@@ -28,7 +28,7 @@ from llmconv.export.graph_spec import FLOAT32
 from llmconv.files.paths import local_only
 from llmconv.files.safe_folder import Folder, Link, WritableContent, refuse_links
 from llmconv.files.safetensors_file import RANGES, FileTensor, encode_header
-from llmconv.files.weight_ranges import Mapped, encode_ranges, placed
+from llmconv.files.weight_ranges import Mapped, encode_ranges, placed, require_mapped
 from llmconv.output.local_folder import require_space
 from llmconv.output.manifest import MANIFEST, file_entry, link_entry, read_manifest, steps_of_weights
 from llmconv.output.plan import MODEL, Plan, Shard, failing_safely, json_bytes, plan_checkpoint
@@ -264,12 +264,7 @@ class InPlace:
         And weights whose values are not in the model's file.
         """
         if self.home and not plan.options.quantization:
-            computed = sorted(self.checkpoint.keys() - file_tensors(self.checkpoint).keys())
-            if computed:
-                raise InputRefused(
-                    f"graphs cannot map `{computed[0]}` as the model's file stores it",
-                    hint="give `-o OUT`: the weights are converted there once",
-                )
+            require_mapped(self.checkpoint)
         precision, main = next(iter(plan.specs.values())).precision, main_dtype(self.checkpoint)
         if precision not in (FLOAT32, main):
             raise InputRefused(

@@ -119,7 +119,7 @@ def open_weights(folder: Path) -> dict[str, LazyTensor]:
     if (folder / RANGES).is_file():
         from llmconv.files.weight_ranges import MOST_BYTES, read_ranges  # noqa: PLC0415 - few folders have such files
 
-        index = parse_object(read_small(own_file(folder, RANGES), MOST_BYTES), RANGES)
+        index = parse_object(read_small(own_file(folder, RANGES), MOST_BYTES), RANGES, by_hand=True)
         return dict(read_ranges(folder, index))
     raise refused_model(folder)
 

@@ -28,7 +28,14 @@ from llmconv.runtime.onnxruntime.session_settings import (
 )
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
 from llmconv.verify.audit.decisions import audit_decisions, read_config
-from llmconv.verify.audit.weights import WeightSource, audit_files, audit_graph_files, audit_weights, odd_weights
+from llmconv.verify.audit.weights import (
+    WeightSource,
+    audit_files,
+    audit_graph_files,
+    audit_ranges,
+    audit_weights,
+    odd_weights,
+)
 from llmconv.verify.bisect.replay import JoinedStages, VerifiedFolder
 from llmconv.verify.comparison.half_precision import (
     IN_FLOAT32,
@@ -117,6 +124,7 @@ class FloatFolder:
         prefixes = [entry.prefix.file for entry in verified.entries if entry.prefix]
         source = WeightSource.of(verified.path, self.reference, prefixes)
         report.notes += odd_weights({n: one for n, one in source.reference.items() if reads is None or reads(n)})
+        yield audit_ranges(self.reference)
         used, config = set[str](), read_config(self.reference)
         for name, model in verified.models.items():
             check, names = audit_weights(name, model, source)

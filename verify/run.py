@@ -38,7 +38,7 @@ from llmconv.runtime.onnxruntime.lora_names import declared_factors, module_of, 
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, half_precision, with_options
 from llmconv.tensors import Array
 from llmconv.verify.arguments import CODES, model_of, require_folder
-from llmconv.verify.audit.weights import AS_RECORDED
+from llmconv.verify.audit.weights import AS_RECORDED, MAPPED
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.clients.client_files import ClientFiles, field_checks
 from llmconv.verify.clients.comparison import (
@@ -478,7 +478,7 @@ def recording(
     graphs = {path.name: graph_sha256(path) for path in paths}
     tensors = (tensor for model in verified.models.values() for tensor in external_tensors(model))
     names = {external_fields(tensor).get("location", "") for tensor in tensors}
-    weights = {name: weight_file(verified.path / name) for name in names if name.endswith(".safetensors")}
+    weights = {name: weight_file(verified.path / name) for name in names if name.endswith(MAPPED)}
     recorded = {name: str(entry.get("sha256", "")) for name, entry in read_manifest(verified.path).files.items()}
     yield
     unchanged = [one.graph for one in report.checks if one.name == "weights" and one.detail == AS_RECORDED]

@@ -2,10 +2,11 @@
 
 `model.ranges.json`:
 
-    {"files":   {"model.gguf": {"bytes": 2200119864, "header_bytes": 1709440, "header_sha256": "…"}},
-     "tensors": {"model.norm.weight": {"file": "model.gguf", "offset": 1709440, "dtype": "F32", "shape": [2048]}, …}}
+    {"files":   {"x.gguf": {"bytes": 2200119864, "header_bytes": 1709440, "header_sha256": "…", "sample_sha256": "…"}},
+     "tensors": {"model.norm.weight": {"file": "x.gguf", "offset": 1709440, "dtype": "F32", "shape": [2048]}, …}}
 
-`header_bytes` are those before the first tensor: a file whose header or length is another was replaced. A tensor may
+`header_bytes` are those before the first tensor, and the sample is 256 blocks of 4096 bytes, evenly over the rest: a
+file where these are others was replaced, as by another training of the same model. Ranges do not overlap. A tensor may
 also have `pairs`, the number of rows of a head whose two halves alternate in the file (as llama.cpp and Meta store
 queries and keys), and `add`, a number that is added to its values (norms of Gemma).
 """
@@ -21,12 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.errors import MalformedInput
+from llmconv.errors import InputRefused, MalformedInput
 from llmconv.files.safetensors_file import RANGES, FileTensor
 from llmconv.tensors import BY_CODE, FLOATS, Array, LazyTensor
 
 MOST_BYTES = 64 << 20  # of the index; one of 20,000 tensors has 3 MB
 RANK_LIMIT = 4
+SAMPLES, SAMPLE = 256, 4096  # number of blocks of a file that tell it from another, and their bytes
 HINT = "export the model again, or copy the folder again"
 
 
@@ -86,6 +88,15 @@ def placed(tensor: Mapped, path: Path, location: str = "") -> Mapped:
     return FileTensor(path, tensor.offset, tensor.dtype, tensor.shape, location=location)
 
 
+def require_mapped(tensors: Mapping[str, LazyTensor]) -> None:
+    """Raises InputRefused for a tensor whose values are not in a file."""
+    if computed := sorted(name for name, tensor in tensors.items() if not isinstance(tensor, Mapped)):
+        raise InputRefused(
+            f"graphs cannot map `{computed[0]}` as the model's file stores it",
+            hint="give `-o OUT`: the weights are converted there once, and codes repacked without a change of values",
+        )
+
+
 def encode_ranges(tensors: Mapping[str, Mapped]) -> bytes:
     """The index of tensors that lie in files of one folder."""
     starts: dict[Path, int] = {}
@@ -106,7 +117,19 @@ def _file_entry(path: Path, header: int) -> dict[str, Any]:
     with open(path, "rb") as file:
         for start in range(0, header, 1 << 20):
             digest.update(file.read(min(1 << 20, header - start)))
-    return {"bytes": path.stat().st_size, "header_bytes": header, "header_sha256": digest.hexdigest()}
+    size = path.stat().st_size
+    sample = sampled_sha256(path, header)
+    return {"bytes": size, "header_bytes": header, "header_sha256": digest.hexdigest(), "sample_sha256": sample}
+
+
+def sampled_sha256(path: Path, start: int = 0) -> str:
+    """The sha256 of blocks of a file that lie evenly between `start` and its end."""
+    digest, step = hashlib.sha256(), max(SAMPLE, (path.stat().st_size - start) // SAMPLES)
+    with open(path, "rb", buffering=0) as file:
+        for place in range(start, path.stat().st_size, step):
+            file.seek(place)
+            digest.update(file.read(SAMPLE))
+    return digest.hexdigest()
 
 
 def read_ranges(folder: Path, index: Mapping[str, Any]) -> dict[str, Mapped]:
@@ -118,7 +141,13 @@ def read_ranges(folder: Path, index: Mapping[str, Any]) -> dict[str, Mapped]:
     if not isinstance(files, dict) or not isinstance(entries, dict) or not entries:
         raise MalformedInput(f"`{RANGES}` has no `files` or no `tensors`", hint=HINT)
     sizes = {name: _checked_file(folder, name, entry) for name, entry in files.items()}
-    return {name: _tensor(folder, name, entry, sizes) for name, entry in entries.items()}
+    tensors = {name: _tensor(folder, name, entry, sizes) for name, entry in entries.items()}
+    ends = {name: files[name]["header_bytes"] for name in sizes}  # of the last tensor of each file
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].path.name, item[1].offset)):
+        if tensor.offset < ends[tensor.path.name]:
+            raise MalformedInput(f"`{RANGES}` places `{name[:80]}` over the header or another tensor", hint=HINT)
+        ends[tensor.path.name] = tensor.offset + tensor.nbytes
+    return tensors
 
 
 def _checked_file(folder: Path, name: str, entry: Any) -> int:
@@ -139,8 +168,8 @@ def _tensor(folder: Path, name: str, entry: Any, sizes: Mapping[str, int]) -> Ma
     dtype, shape, file = BY_CODE.get(str(fields.get("dtype"))), fields.get("shape"), str(fields.get("file"))
     if dtype is None or dtype.name not in FLOATS or file not in sizes:
         raise MalformedInput(f"`{RANGES}` has an invalid dtype or file of `{name[:80]}`", hint=HINT)
-    if not isinstance(shape, list) or len(shape) > RANK_LIMIT:
-        raise MalformedInput(f"`{RANGES}` has an invalid shape of `{name[:80]}`", hint=HINT)
+    if not isinstance(shape, list) or len(shape) > RANK_LIMIT or 0 in shape or fields.get("pairs") == 0:
+        raise MalformedInput(f"`{RANGES}` has an invalid shape or order of `{name[:80]}`", hint=HINT)
     counts = tuple(_count(name, "shape", size) for size in shape)
     offset = _count(name, "offset", fields.get("offset"))
     if offset + prod(counts) * dtype.itemsize > sizes[file]:

@@ -530,7 +530,7 @@ def _identity(folder: Path) -> str:
     """A digest of llmconv's version and of all files that the export depends on; of weights no content is read."""
     known = [__version__]
     # a configuration may lie beside
-    near = folder if _is_plain(folder) else folder.parent if folder.is_file() else None
+    near = folder if _is_plain(folder) else folder.resolve().parent if folder.is_file() else None
     files = [path for path in sorted(near.iterdir()) if path.suffix in (WEIGHTS, *COPIED)] if near else []
     for path in [*files, *([] if near == folder else files_under(folder))]:
         if path.is_file():

@@ -219,7 +219,8 @@ def parse_verdict(content: object) -> RecordedVerdict:
     checks = _map(entry, "checks", _is_number)
     if checks.keys() != {*COUNTS}:
         _refuse_verdict("checks")
-    weights = _map(entry, "weights", lambda value: isinstance(value, dict), ".safetensors")
+    stored = (".safetensors", ".gguf")
+    weights = _map(entry, "weights", lambda value: isinstance(value, dict), stored)
     return RecordedVerdict(
         entry["verdict"],
         _word(entry, "method"),
@@ -247,12 +248,14 @@ def _object(value: object, name: str) -> dict[str, Any]:
     return value
 
 
-def _map(entry: dict[str, Any], name: str, fits: Callable[[Any], bool], suffix: str = "") -> dict[str, Any]:
+def _map(
+    entry: dict[str, Any], name: str, fits: Callable[[Any], bool], suffix: str | tuple[str, ...] = ""
+) -> dict[str, Any]:
     """A map of names to values that fit; the names of files, which end with `suffix`, are plain."""
     found = _object(entry.get(name), name)
     if not all(_is_text(key) and fits(value) for key, value in found.items()):
         _refuse_verdict(name)
-    may_nest = suffix == ".safetensors"  # `2_Dense/model.safetensors`, a module after the model
+    may_nest = ".safetensors" in suffix  # `2_Dense/model.safetensors`, a module after the model
     if suffix and not all(_is_plain(key, may_nest) and key.endswith(suffix) for key in found):
         _refuse_verdict(name)
     return found
@@ -315,10 +318,14 @@ def graph_sha256(path: Path) -> str:
 
 
 def weight_file(path: Path) -> WeightFile | None:
-    """Identity of a safetensors file; None if it has no header, or cannot be read."""
+    """Identity of a safetensors file, or of a GGUF file by a sample; None if it has no header, or cannot be read."""
     try:
         if not path.is_file():
             return None
+        if path.suffix == ".gguf":
+            from llmconv.files.weight_ranges import sampled_sha256  # noqa: PLC0415 - few folders have such files
+
+            return WeightFile(path.stat().st_size, sampled_sha256(path))
         size = path.stat().st_size
         with open_source(path) as file:
             prefix = file.read(8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from llmconv.checkpoint import open_checkpoint
-from llmconv.convert import to_hf
+from llmconv.convert import to_gguf, to_hf
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.export import export
@@ -111,6 +112,32 @@ def test_wrong_bytes_of_a_file_do_not_pass(alone: Path) -> None:
     assert verify(alone.parent, allow_changed=True, scenario=SCENARIOS).verdict == "fail"
 
 
+@pytest.mark.slow
+def test_an_index_and_graphs_that_agree_on_another_model_do_not_pass(alone: Path) -> None:
+    """Names of two matrices exchanged in the index, and a configuration of another model, before the export."""
+    export(alone, unified=True, prefill=False, incremental=False)
+    index = json.loads((alone.parent / RANGES).read_text())
+    gate, up = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    tensors = index["tensors"]
+    tensors[gate], tensors[up] = tensors[up], tensors[gate]
+    config = json.loads((alone.parent / "config.json").read_text())
+    (alone.parent / RANGES).write_text(json.dumps(index))
+    (alone.parent / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    export(alone.parent, unified=True, prefill=False, incremental=False, overwrite=True)
+    found = verify(alone.parent, scenario=SCENARIOS)
+    detail = next(check.detail for check in found.checks if check.graph == RANGES)
+    assert found.verdict == "fail"
+    assert "gate_proj" in detail and "rms_norm_eps" in detail
+
+
+def test_a_file_is_not_written_over_itself(alone: Path) -> None:
+    export(alone, incremental=False)
+    before = alone.read_bytes()
+    with pytest.raises(InputRefused, match="has the weights of the model itself"):
+        to_gguf(alone.parent, alone, type="f32", overwrite=True)
+    assert alone.read_bytes() == before
+
+
 def test_a_new_folder_has_the_weights_or_the_graphs_only(alone: Path, tmp_path: Path) -> None:
     plain = open_training(alone)
     export(alone, tmp_path / "new", incremental=False)
@@ -141,9 +168,13 @@ def test_what_cannot_be_mapped_is_refused_and_writes_nothing(alone: Path, tmp_pa
 
 def test_a_replaced_file_is_refused(alone: Path, tiny: Callable[[str], Path]) -> None:
     export(alone, incremental=False)
-    tensors = values(open_checkpoint(alone.parent))
+    tensors, whole = values(open_checkpoint(alone.parent)), alone.read_bytes()
     write_gguf(tiny("llama"), alone, quantized=GGMLQuantizationType.BF16)
-    with pytest.raises(MalformedInput, match=rf"`half.gguf` is not the file that `{RANGES}` was made of"):
+    problem = rf"`half.gguf` is not the file that `{RANGES}` was made of"
+    with pytest.raises(MalformedInput, match=problem):
+        open_checkpoint(alone.parent)
+    alone.write_bytes(whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2))  # the same header
+    with pytest.raises(MalformedInput, match=problem):
         open_checkpoint(alone.parent)
     alone.unlink()
     with pytest.raises(MalformedInput, match="is missing"):
@@ -182,6 +213,13 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "pairs that do not divide": lambda index: first(index).update(pairs=1 << 20),
     "an infinite number": lambda index: first(index).update(add=1e999),
     "a number on float16": lambda index: first(index).update(add=1.0),
+    "pairs of nothing": lambda index: first(index).update(pairs=0),
+    "over the header": lambda index: first(index).update(offset=8),
+    "no header": lambda index: index["files"]["half.gguf"].update(
+        header_bytes=0, header_sha256=hashlib.sha256().hexdigest()
+    ),
+    "over another tensor": lambda index: index["tensors"].update({"x": dict(first(index))}),
+    "an empty dim": lambda index: first(index).update(shape=[0, 64]),
     "true": lambda index: first(index).update(pairs=True),
     "no entry": lambda index: index["tensors"].update({"x": None}),
 }

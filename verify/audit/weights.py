@@ -22,10 +22,10 @@ import numpy as np
 import onnx
 import transformers
 
-from llmconv.checkpoint import open_weights
+from llmconv.checkpoint import open_weights, read_json
 from llmconv.errors import InputRefused
-from llmconv.files.safetensors_file import read_exactly, read_header
-from llmconv.files.weight_ranges import Mapped
+from llmconv.files.safetensors_file import RANGES, read_exactly, read_header
+from llmconv.files.weight_ranges import AdjustedTensor, Mapped
 from llmconv.output.manifest import (
     EMBEDDINGS,
     MANIFEST,
@@ -38,7 +38,7 @@ from llmconv.output.manifest import (
 from llmconv.runtime.extra_inputs import is_factor
 from llmconv.runtime.onnxruntime.guard import external_fields, inner_tensors, is_external
 from llmconv.tensors import Array, LazyTensor, lists_by_key
-from llmconv.verify.results import Check
+from llmconv.verify.results import Check, audited
 
 AS_RECORDED = "sha256 as in the manifest"
 """Detail of the check of a file that was read in full and has the recorded sha256."""
@@ -85,6 +85,31 @@ class WeightSource:
 
 def span_of(tensor: Mapped) -> ByteSpan:
     return tensor.location, tensor.offset, tensor.nbytes
+
+
+def audit_ranges(folder: Path) -> list[Check]:
+    """Whether the index of ranges of a folder and its configuration are those of its GGUF file; none without index."""
+    if not (folder / RANGES).is_file():
+        return []
+    from llmconv.convert.opening import open_training  # noqa: PLC0415 - few folders have such a file
+
+    mapped = {name: one for name, one in open_weights(folder).items() if isinstance(one, Mapped)}
+    opened = open_training(next(iter(mapped.values())).path, "gguf")
+    wanted = {name: _place(one) for name, one in opened.items() if isinstance(one, Mapped)}
+    found = {name: _place(one) for name, one in mapped.items()}
+    odd = sorted(
+        {name for name, place in {**wanted, **found}.items() if wanted.get(name) != found.get(name) or not place}
+    )
+    config = read_json(folder / "config.json")
+    fields = [name for name, value in opened.config.items() if config.get(name) != value]
+    problems = [f"`{name}` is not where its file has it" for name in odd]
+    problems += [f"`{name}` of `config.json` is not that of the file" for name in sorted(fields)]
+    return [audited("weights", RANGES, problems, f"{len(found)} tensors are where their file has them")]
+
+
+def _place(tensor: Mapped) -> tuple[object, ...]:
+    changes = (tensor.pairs, tensor.added) if isinstance(tensor, AdjustedTensor) else (0, 0.0)
+    return tensor.path.name, tensor.offset, tensor.dtype.name, tensor.shape, changes
 
 
 def audit_files(folder: Path) -> list[Check]:
