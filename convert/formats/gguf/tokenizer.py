@@ -329,6 +329,11 @@ def _ends(eos: int | None, checkpoint: Checkpoint, rows: int, warnings: list[str
     return {name: number for name, number in found.items() if number is not None}
 
 
+PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
+BYTES = {*map(chr, PRINTABLE), *(chr(256 + number) for number in range(256 - len(PRINTABLE)))}
+"""The characters that stand for bytes in a byte-level vocabulary (`bytes_to_unicode` of GPT-2)."""
+
+
 def _meaning(content: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
     """What decides about ids; tokens that only pad the embedding are not in it, unless `source` has them."""
     model, known = content["model"], {*(source.get("model") or {}).get("vocab", ())}
@@ -342,10 +347,13 @@ def _meaning(content: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str,
         for token in content.get("added_tokens") or ()
     }
     vocabulary = {**model["vocab"], **{text: number for number, (text, *_) in added.items()}}
-    rest = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges", "unk_token")
+    rest = ["dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges", "unk_token"]
+    steps = _flat(content.get("pre_tokenizer"), "pretokenizers")
+    if any('"ByteLevel"' in one for one in steps) and vocabulary.keys() >= BYTES:
+        rest.remove("unk_token")  # no text has an unknown part
     return {
         "normalizer": normalizer,
-        "pre-tokenizer": _flat(content.get("pre_tokenizer"), "pretokenizers"),
+        "pre-tokenizer": steps,
         "tokens around a text": _around(content.get("post_processor")),
         "added tokens": added,
         "vocabulary": {
@@ -354,7 +362,7 @@ def _meaning(content: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str,
             if not PADDING.fullmatch(text) or text in known or not source
         },
         "merges": [" ".join(pair) if isinstance(pair, list) else pair for pair in model.get("merges") or ()],
-        "model": [model.get(name) or None for name in rest],
+        **{f"`{name}`": model.get(name) or None for name in rest},
     }
 
 
