@@ -248,7 +248,7 @@ def _output_folder(
     home = home_of(checkpoint, source)
     place = output_place(output) if output is not None else home
     is_new = not isinstance(place, Path) or place.resolve() != home.resolve()
-    beside = home if home != checkpoint.path else None  # a model file that has no folder of its own
+    file_home = home if home != checkpoint.path else None  # the folder of a GGUF file
     if given["quant"] and not is_new:
         raise UsageProblem("`--quant` writes new weights", hint="give `-o OUT`, a new folder for them")
     if is_new and edits:
@@ -261,13 +261,13 @@ def _output_folder(
             "`-o OUT`, or see docs/clients.md"
         )
     if is_new and given["graphs_only"]:
-        return GraphsOnly(place, InPlace(checkpoint, given["dtype"], home=beside), overwrite, resume)
+        return GraphsOnly(place, InPlace(checkpoint, given["dtype"], home=file_home), overwrite, resume)
     if is_new:
         precision = given["precision"] or FLOAT32
         dtype = given["dtype"] if precision == FLOAT32 else precision
         rest = given["max_shard_size"], overwrite, resume
         return NewFolder(place, checkpoint, dtype, *rest, model.kept_in_float32(dtype))
-    return InPlace(checkpoint, given["dtype"], overwrite or given["dry_run"], resume, home=beside)
+    return InPlace(checkpoint, given["dtype"], overwrite or given["dry_run"], resume, home=file_home)
 
 
 def _for_target(

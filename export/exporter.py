@@ -81,30 +81,27 @@ def export(model: str | Path | Module, output: Placed | None = None, **options: 
         raise refused_export(Path(model), " ".join(f"--layout {one.name}" for one in clients if one.name != DEFAULT))
     if output is None:
         require_own_folder(model)  # the graphs are added to it
+    with _opened(model, in_parts=option_that_computes(given) is None) as (checkpoint, source):
+        require_task(checkpoint.config, model, given["task"])
+        _refuse_early(checkpoint, source, output, given, clients, roles)
+        with step("loading torch"):
+            from llmconv.export.checkpoint_export import export_checkpoint  # noqa: PLC0415 - torch; refusals are quick
+
+        return export_checkpoint(checkpoint, source, output, given, clients, roles)
+
+
+@contextmanager
+def _opened(model: str | Path, *, in_parts: bool) -> Iterator[tuple[Checkpoint, Path]]:
+    """The model of a Hugging Face folder or a GGUF file, and the path that the manifest records."""
     file = local_path(model) if is_remote(model) and str(model).lower().endswith(".gguf") else Path(model)
     if holds_gguf(file):
         with _opened_gguf(file) as checkpoint:
-            return _exported(checkpoint, file, output, given, clients, roles)
-    checkpoint = open_checkpoint(local_path(model, in_parts=option_that_computes(given) is None))
-    require_task(checkpoint.config, model, given["task"])
+            yield checkpoint, file
+        return
+    checkpoint = open_checkpoint(local_path(model, in_parts=in_parts))
     if (checkpoint.path / ADAPTER_CONFIG).is_file():
         warn(f"`{model}` also contains an adapter; the graphs are those of the weights without it")
-    return _exported(checkpoint, checkpoint.path if is_remote(model) else Path(model), output, given, clients, roles)
-
-
-def _exported(
-    checkpoint: Checkpoint,
-    source: Path,
-    output: Placed | None,
-    given: ExportOptions,
-    clients: Sequence[Client],
-    roles: Sequence[str],
-) -> Exported:
-    _refuse_early(checkpoint, source, output, given, clients, roles)
-    with step("loading torch"):
-        from llmconv.export.checkpoint_export import export_checkpoint  # noqa: PLC0415 - torch; refusals are quick
-
-    return export_checkpoint(checkpoint, source, output, given, clients, roles)
+    yield checkpoint, checkpoint.path if is_remote(model) else Path(model)
 
 
 @contextmanager

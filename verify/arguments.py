@@ -97,7 +97,7 @@ def model_of(reference: str | Path | None) -> Iterator[str | Path | None]:
 
 
 def _write_model(opened: Checkpoint, folder: Path) -> None:
-    """Writes a model folder; values that lie in the file stay there, and are linked where the file system can."""
+    """Writes a model folder; a file of floats is hard-linked where the file system can."""
     plan = plan_checkpoint(opened)
     mapped = {name: tensor for name, tensor in opened.items() if isinstance(tensor, Mapped)}
     if len(mapped) == len(opened):

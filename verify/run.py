@@ -111,8 +111,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
 
     Args:
         folder: a folder that `llmconv export` wrote; for `llamacpp` a GGUF file, or the folder of one.
-        reference: the Hugging Face model folder, or a GGUF file (default: as in the manifest, else `folder`; of a file
-            by `to_hf`).
+        reference: the Hugging Face model folder, or a GGUF file (default: as in the manifest, else `folder`).
         suite: which set of scenarios to run, `quick` or `full`.
         scenario: names of scenarios; if given, only these are run.
         repeat: number of runs of each call; all must give the same bits.
@@ -159,15 +158,15 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     accuracy = Path(text) if text else None, AccuracyLimits(max_divergence, min_agreement)
     measured, record = Path(calibrate) if calibrate else None, record and not is_remote(folder)
     choices = Choices(chosen, eager, low_memory, adapter, *accuracy, measured, record, run_by)
+    kept = {"allow_changed": allow_changed, "trusted": trust_remote_code}
     if LLAMA_CPP in {client.name for client in run_by}:
-        changed = {"--allow-changed": allow_changed, "--trust-remote-code": trust_remote_code}
-        return written(_checked_file(folder, reference, session, choices, changed))
+        return written(_checked_file(folder, reference, session, choices, **kept))
     path = require_folder(folder)
     for client in run_by:
         client.require()
-    made, kept = session.new_report(path.name), {"allow_changed": allow_changed, "trusted": trust_remote_code}
     with model_of(reference) as model:
-        return written(checked_folder(GraphFolder.open(path, model, made, session, **kept), choices))
+        opened = GraphFolder.open(path, model, session.new_report(path.name), session, **kept)
+        return written(checked_folder(opened, choices))
 
 
 @dataclass(frozen=True)
@@ -201,12 +200,15 @@ class Choices:
 
 
 def _checked_file(
-    file: str | Path, reference: str | Path | None, session: Session, choices: Choices, others: Mapping[str, bool]
+    file: str | Path,
+    reference: str | Path | None,
+    session: Session,
+    choices: Choices,
+    *,
+    allow_changed: bool,
+    trusted: bool,
 ) -> Report:
-    """The report of a GGUF file in llama.cpp; UsageProblem for other clients, and options that apply to graphs.
-
-    `others` are more such options, true if given.
-    """
+    """The report of a GGUF file in llama.cpp; UsageProblem for other clients, and options that apply to graphs."""
     from llmconv.verify.clients.llamacpp import checked_file  # noqa: PLC0415 - it runs no graphs
 
     if len(choices.clients) > 1:
@@ -219,7 +221,8 @@ def _checked_file(
         "--budget": selection.budget is not None,
         "--bisect": session.bisect,
         "--minimize": session.minimized is not None,
-        **others,
+        "--allow-changed": allow_changed,
+        "--trust-remote-code": trusted,
         "--provider, --threads or --timeout": session.settings != SessionSettings(),
         "eager": choices.eager is not None,
     }

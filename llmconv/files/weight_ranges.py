@@ -28,14 +28,14 @@ from llmconv.tensors import BY_CODE, FLOATS, Array, LazyTensor
 
 MOST_BYTES = 64 << 20  # of the index; one of 20,000 tensors has 3 MB
 RANK_LIMIT = 4
-SAMPLES, SAMPLE = 256, 4096  # number of blocks of a file that tell it from another, and their bytes
+SAMPLES, SAMPLE = 256, 4096  # number of hashed blocks of a file, and their bytes
 HINT = "export the model again, or copy the folder again"
 
 
 class AdjustedTensor(LazyTensor):
     """A tensor of a file with its rows in another order, or with a number added to float32 values.
 
-    Row `j * pairs / 2 + i` of every `pairs` rows is row `2 * i + j` of the file (0: rows are as they lie). Raises
+    Row `j * pairs / 2 + i` of every `pairs` rows is row `2 * i + j` of the file (0: rows keep their order). Raises
     ValueError: rows do not divide into such groups, or `added` to another dtype than float32.
     """
 

@@ -168,7 +168,7 @@ def test_what_cannot_be_mapped_is_refused_and_writes_nothing(alone: Path, tmp_pa
 
 def test_a_replaced_file_is_refused(alone: Path, tiny: Callable[[str], Path]) -> None:
     export(alone, incremental=False)
-    tensors, whole = values(open_checkpoint(alone.parent)), alone.read_bytes()
+    whole = alone.read_bytes()
     write_gguf(tiny("llama"), alone, quantized=GGMLQuantizationType.BF16)
     problem = rf"`half.gguf` is not the file that `{RANGES}` was made of"
     with pytest.raises(MalformedInput, match=problem):
@@ -179,7 +179,6 @@ def test_a_replaced_file_is_refused(alone: Path, tiny: Callable[[str], Path]) ->
     alone.unlink()
     with pytest.raises(MalformedInput, match="is missing"):
         open_checkpoint(alone.parent)
-    assert tensors
 
 
 def test_graphs_of_another_file_do_not_stay(alone: Path, tiny: Callable[[str], Path]) -> None:

@@ -90,7 +90,7 @@ def with_codes(
 
 
 def turned_in(architecture: str, names: Iterable[str]) -> set[str]:
-    """The tensors of a file whose rows are no rows of the model."""
+    """The tensors of a file that are stored transposed."""
     family = ARCHITECTURES[architecture]
     patterns = [family.turned, *(parts.turned for parts in family.parts)]
     return {name for name in names if any(one and one.fullmatch(name) for one in patterns)}
@@ -100,6 +100,28 @@ def _turned(keys: Keys, stored: Mapping[str, GGUFTensor]) -> set[str]:
     """Those of blocks."""
     coded = (name for name, tensor in stored.items() if tensor.type in BY_TYPE and len(tensor.values.shape) > 1)
     return turned_in(keys.architecture, coded)
+
+
+def types_by_name(keys: Keys, stored: Mapping[str, GGUFTensor]) -> dict[str, str]:
+    """llama.cpp's type of each matrix, by Hugging Face name.
+
+    A tensor of type numbers goes through the same changes as the values; of several that are joined, the first counts.
+    """
+    names = sorted({tensor.type for tensor in stored.values()})
+    marked = {name: filled(tensor.values, names.index(tensor.type)) for name, tensor in stored.items()}
+    tensors = in_hugging_face_names(keys, marked)[1]
+    return {name: names[int(one.rows(0, 1).flat[0])] for name, one in tensors.items() if len(one.shape) > 1}
+
+
+def filled(tensor: LazyTensor, number: int) -> LazyTensor:
+    """A matrix of equal numbers; vectors are kept, since some of them are read with the configuration."""
+    if len(tensor.shape) < 2:
+        return tensor
+    return LazyTensor(
+        BY_NAME["float32"],
+        tensor.shape,
+        lambda start, stop: np.full((stop - start, *tensor.shape[1:]), number, np.float32),
+    )
 
 
 def with_graph_codes(
@@ -121,12 +143,12 @@ def with_graph_codes(
         return in_hugging_face_names(keys, {**others, **{name: part(tensor) for name, tensor in coded.items()}})[1]
 
     parts = {".codes": renamed(_codes), ".scales": renamed(_wide_scales), ".offsets": renamed(_offsets)}
-    kinds, found, types = renamed(_kind), dict[str, LazyTensor](), dict[str, str]()
+    kinds, found, types = types_by_name(keys, stored), dict[str, LazyTensor](), dict[str, str]()
     for name, tensor in tensors.items():
-        if kinds[name].dtype.name != "int8" or tensor.dtype.name == "int8" or len(tensor.shape) != 2:
+        if parts[".codes"][name].dtype.name != "int8" or len(tensor.shape) != 2:
             found[name] = tensor
             continue
-        types[name] = BLOCKS[int(kinds[name].rows(0, 1).ravel()[0])].name
+        types[name] = kinds[name]
         offsets = types[name] in OFFSETS
         found |= {name + suffix: part[name] for suffix, part in parts.items() if suffix != ".offsets" or offsets}
     if not types:
@@ -171,12 +193,6 @@ def _words(tensor: GGUFTensor) -> LazyTensor:
     return _part(tensor, "int32", width, lambda codes, _, __: of(codes))
 
 
-def _kind(tensor: GGUFTensor) -> LazyTensor:
-    """The number of the type, int8, for every element: rows in another order still tell their type."""
-    number, shape = next(number for number, block in BLOCKS.items() if block.name == tensor.type), tensor.values.shape
-    return LazyTensor(BY_NAME["int8"], shape, lambda start, stop: np.full((stop - start, *shape[1:]), number, np.int8))
-
-
 def _codes(tensor: GGUFTensor) -> LazyTensor:
     """Codes of the shape of the values."""
     return _part(tensor, "int8", tensor.values.shape[-1], lambda codes, _, __: codes)
@@ -207,7 +223,7 @@ def _part(tensor: GGUFTensor, dtype: str, width: int, choose: Callable[..., Arra
     def load(start: int, stop: int) -> Array:
         data = tensor.blocks.rows(start * rows, stop * rows).reshape(-1, kind.width)
         count = (stop - start) * rows
-        with np.errstate(invalid="ignore", over="ignore"):  # scales that are no numbers are refused by who reads them
+        with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity are refused when scales are used
             parts = kind.parts(data)
         found = choose(*(None if one is None else one.reshape(count, -1) for one in parts))
         return np.ascontiguousarray(found.astype(BY_NAME[dtype].numpy).reshape(stop - start, *shape[1:]))

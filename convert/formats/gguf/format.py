@@ -11,13 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llmconv.checkpoint import Checkpoint, is_model_folder
 from llmconv.convert.algebra import equal
 from llmconv.convert.assembly import side_files_of
 from llmconv.convert.formats import Format
-from llmconv.convert.formats.gguf.codes import turned_in, with_codes, with_graph_codes
+from llmconv.convert.formats.gguf.codes import filled, turned_in, types_by_name, with_codes, with_graph_codes
 from llmconv.convert.formats.gguf.configs import FREQUENCIES, HINT, LONG, Keys
 from llmconv.convert.formats.gguf.names import in_hugging_face_names
 from llmconv.convert.formats.gguf.save import KINDS, Stored, gguf_pieces, save
@@ -104,16 +102,9 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
 
 
 def tensor_types(path: Path) -> dict[str, str]:
-    """llama.cpp's type of each matrix, by the Hugging Face name that `FORMAT.open` gives it.
-
-    A tensor of type numbers goes through the same changes as the values; of several that are joined, the first counts.
-    """
+    """llama.cpp's type of each matrix, by the Hugging Face name that `FORMAT.open` gives it."""
     found = _read(path)
-    numbers = {tensor.type: number for number, tensor in enumerate(found.tensors.values())}
-    names = {number: kind for kind, number in numbers.items()}
-    marked = {name: _filled(tensor.values, numbers[tensor.type]) for name, tensor in found.tensors.items()}
-    tensors = in_hugging_face_names(Keys.of(found.metadata, path.name), marked)[1]
-    return {name: names[int(one.rows(0, 1).flat[0])] for name, one in tensors.items() if len(one.shape) > 1}
+    return types_by_name(Keys.of(found.metadata, path.name), found.tensors)
 
 
 def turned_names(path: Path) -> set[str]:
@@ -121,7 +112,7 @@ def turned_names(path: Path) -> set[str]:
     found = _read(path)
     keys = Keys.of(found.metadata, path.name)
     turned = turned_in(keys.architecture, found.tensors)
-    marked = {name: _filled(tensor.values, int(name in turned)) for name, tensor in found.tensors.items()}
+    marked = {name: filled(tensor.values, int(name in turned)) for name, tensor in found.tensors.items()}
     tensors = in_hugging_face_names(keys, marked)[1]
     return {name for name, one in tensors.items() if len(one.shape) > 1 and one.rows(0, 1).any()}
 
@@ -143,17 +134,6 @@ def in_float32(path: Path) -> Iterator[bytes | memoryview]:
             yield from (as_bytes(piece.rows(*block)) for block in piece.blocks())
         else:
             yield piece
-
-
-def _filled(tensor: LazyTensor, number: int) -> LazyTensor:
-    """A matrix of equal numbers; vectors are kept, since some of them are read with the configuration."""
-    if len(tensor.shape) < 2:
-        return tensor
-    return LazyTensor(
-        BY_NAME["float32"],
-        tensor.shape,
-        lambda start, stop: np.full((stop - start, *tensor.shape[1:]), number, np.float32),
-    )
 
 
 FORMAT = Format(

@@ -109,7 +109,7 @@ def _of_dat(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str
         for _ in range(_integer(file, 1, TENSOR_LIMIT)):
             name = _take(file, _integer(file, 1, NAME_LIMIT)).decode("utf-8", "replace")
             if not name.isprintable() or name in found:
-                raise FileProblem(f"has the name {name[:40]!r} twice, or it is no name")
+                raise FileProblem(f"has the duplicate or invalid name {name[:40]!r}")
             calls, count = _integer(file, 0, (1 << 31) - 1), _integer(file, 1, (1 << 31) - 1)
             shape = _expected(path, name, count, shapes)
             values = np.frombuffer(_take(file, 4 * count), "<f4").reshape(shape)

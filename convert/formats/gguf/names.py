@@ -35,7 +35,7 @@ class Architecture:
     # undoes what the converter did: `change(name, tensor, config)` for each tensor, by Hugging Face's name
     change: Callable[[str, LazyTensor, Mapping[str, Any]], LazyTensor] = lambda name, tensor, config: tensor
     parts: tuple[Parts, ...] = ()  # tensors that a file divides differently; `change` does not see them
-    # names in the file whose rows are no rows of the model, so that codes cannot be kept; None for none
+    # names of stored matrices that are transposed in the model, so that codes cannot be kept; None if there are none
     turned: re.Pattern[str] | None = None
 
 

@@ -366,7 +366,7 @@ def _require_same(
 
 
 def _approximations(full: Mapping[str, Any]) -> list[str]:
-    """What llama.cpp computes of a file only approximately as transformers, whoever wrote it."""
+    """Warnings about models that llama.cpp computes slightly differently from transformers."""
     rope = full.get("rope_parameters") or {}
     if "kv_lora_rank" in full and full["rms_norm_eps"] != LATENT_EPSILON:
         return [

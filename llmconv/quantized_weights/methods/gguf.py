@@ -99,7 +99,7 @@ def open_blocks(checkpoint: Checkpoint) -> Mapping[str, BlockWeight]:
         scales = part(checkpoint, stem + SCALES, name)
         kind = types.get(stem) if isinstance(types, Mapping) else None
         if len(codes.shape) != 2 or codes.dtype.name != "int8" or 0 in codes.shape or not isinstance(kind, str):
-            refuse(name, f"is {codes.dtype.name} {list(codes.shape)}, which are no codes of a matrix")
+            refuse(name, f"is {codes.dtype.name} {list(codes.shape)}, not int8 codes of a matrix with a known type")
         groups = scales.shape[-1] if len(scales.shape) == 2 else 0
         if not groups or codes.shape[1] % groups:
             refuse(stem + SCALES, f"has shape {list(scales.shape)}, and the codes {list(codes.shape)}")

@@ -109,7 +109,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save_family(name: str, folder: Path) -> Path:
-    """A tiny model of `FAMILIES`; the biases of experts, which are no parameters, are random too."""
+    """A tiny model of `FAMILIES`; the biases of experts, which transformers initializes to zero, are random too."""
     kind, changes = FAMILIES[name]
     model = save_tiny(kind, folder, **changes)
     if kind == "deepseek_v3":

@@ -254,7 +254,7 @@ def name_in_file(name: str) -> str:
 
 
 def with_offsets(stored: QuantizedMatrix, constants: Constants) -> QuantizedMatrix:
-    """A matrix with the offsets that llmconv writes beside its codes: `X.offsets` [blocks, N] for `X.codes`.
+    """A matrix with the offsets that llmconv stores with its codes: `X.offsets` [blocks, N] for `X.codes`.
 
     Whether the graph adds them shows in its outputs: the reference has them.
     """
