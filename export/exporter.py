@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -109,15 +110,20 @@ def _opened_gguf(path: Path) -> Iterator[Checkpoint]:
     """The model in a GGUF file with the codes that the file has; its small files are in a temporary folder."""
     from llmconv.convert.opening import open_training  # noqa: PLC0415 - most models are Hugging Face folders
 
-    opened = open_training(path, "gguf", options={"quant": "graphs"})
-    warn_all(opened.warnings)
     folder = make_temporary_folder()
+    instead = f"with `llmconv to-hf {path} -o MODEL --tokenizer FOLDER`, and export MODEL"
+
+    def of_export(text: str) -> str:
+        return re.sub("with `--tokenizer( FOLDER)?`", lambda _: instead, text).replace(str(folder), str(path))
+
     try:
+        opened = open_training(path, "gguf", options={"quant": "graphs"})
+        warn_all([of_export(text) for text in opened.warnings])
         for name, content in plan_checkpoint(opened).small_files.items():
             (folder / name).write_bytes(content)
         yield replace(opened, path=folder)
     except LlmconvError as error:
-        error.message, error.hint = (text.replace(str(folder), str(path)) for text in (error.message, error.hint or ""))
+        error.message, error.hint = of_export(error.message), of_export(error.hint or "")
         error.args = (error.message,)
         raise
     finally:

@@ -39,11 +39,10 @@ def require_folder(name: str | Path) -> Path:
             f"`{folder}` is a GGUF file, which has no graphs",
             hint=f"compare it in llama.cpp: `llmconv verify {folder} --client llamacpp --reference HF_FOLDER`",
         )
-    raise (
-        refused_model(folder)
-        if folder.is_file()
-        else InputRefused(f"`{folder}` is not a folder", hint="give the folder that `llmconv export` wrote to")
-    )
+    if folder.is_file():
+        raise refused_model(folder)
+    problem = "is not a folder" if os.path.lexists(folder) else "does not exist"
+    raise InputRefused(f"`{folder}` {problem}", hint="give the folder that `llmconv export` wrote to")
 
 
 def require_model(folder: Path) -> Path:

@@ -147,8 +147,7 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
             quantized weights without `reference`, or the folder for the smallest failing piece is not empty.
     """
     require_limits(max_divergence=max_divergence, min_agreement=min_agreement)
-    chosen = Method.of(method, layers)
-    run_by = chosen_clients(clients, pythons)
+    chosen, run_by = Method.of(method, layers), chosen_clients(clients, pythons)
     only = [scenario] if isinstance(scenario, str) else scenario
     selection = Selection(suite, only, repeat, Budget.of(budget, only))
     own = with_options(settings, provider, threads, timeout)

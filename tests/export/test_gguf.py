@@ -18,7 +18,7 @@ from gguf import GGMLQuantizationType
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import to_gguf, to_hf
 from llmconv.convert.opening import open_training
-from llmconv.errors import InputRefused, MalformedInput, UsageProblem
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.export import export
 from llmconv.files.gguf_file import BLOCKS
 from llmconv.files.safetensors_file import RANGES, read_header
@@ -310,6 +310,16 @@ def test_another_offset_does_not_pass(wide_model: Path, tmp_path: Path) -> None:
     graph.write_bytes(model.SerializeToString())
     wrong = verify(tmp_path / "other", reference=file, scenario=SCENARIOS, allow_changed=True)
     assert wrong.verdict == "fail"
+
+
+def test_a_hint_names_the_command_that_takes_a_tokenizer(tmp_path: Path) -> None:
+    add = byte_level(trained(**PRE["qwen2"]), "unknown-words", bos=0, eos=0, rows=512)
+    file = write_gguf(
+        save_tiny("llama", tmp_path / "hf", vocab_size=512), tmp_path / "x.gguf", quantized=F16, tokenizer=add
+    )
+    with pytest.raises(UnsupportedInput) as refused:
+        export(file)
+    assert f"with `llmconv to-hf {file} -o MODEL --tokenizer FOLDER`, and export MODEL" in refused.value.hint
 
 
 def test_a_file_generates_without_a_copy_of_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

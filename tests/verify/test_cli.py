@@ -80,7 +80,7 @@ def test_a_report_below_a_file_is_refused_before_anything_runs(exported: Callabl
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     result = run(tmp_path / "none")
     assert result.exit_code == 3
-    assert "is not a folder" in result.stderr and "hint: " in result.stderr
+    assert "does not exist" in result.stderr and "hint: " in result.stderr
 
 
 def test_a_graph_that_maps_a_file_elsewhere_is_refused(exported: Callable[[str], Path], tmp_path: Path) -> None:
