@@ -76,6 +76,7 @@ def test_a_stage_takes_the_hidden_state_and_its_own_cache(llama: Path) -> None:
     onnx.checker.check_model(str(llama / "decode-2-of-2.onnx"), full_check=True)
 
 
+@pytest.mark.slow
 def test_a_cache_that_a_later_stage_reads_is_returned_by_its_own_stage(tmp_path: Path) -> None:
     """The last two layers share the keys and values of the first two."""
     save_tiny("gemma3n_text", tmp_path / "model", **LAYERED["gemma3n_text"])

@@ -104,7 +104,7 @@ def test_a_write_one_slot_too_far_is_caught(static: Tiny, tmp_path: Path) -> Non
     assert verify(folder, allow_changed=True).verdict == "fail"
 
 
-@pytest.mark.slow_rows("an attention length")
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["a slot", "an attention length"])
 def test_what_serves_all_rows_and_is_of_the_first_is_caught(what: str, static: Tiny, tmp_path: Path) -> None:
     """Such a graph is right while all rows have the same number of tokens, padding included."""

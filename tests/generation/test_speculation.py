@@ -85,7 +85,7 @@ FAMILIES = [
 
 
 @pytest.mark.one_row_in(3)
-@pytest.mark.parametrize("family", slow_but(FAMILIES, "gemma2", "lfm2"))
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "lfm2"))
 def test_tokens_and_text_do_not_depend_on_the_guesses(
     tmp_path: Path, guessing: Callable[[list[int], int], None], family: str
 ) -> None:
@@ -140,7 +140,7 @@ def test_a_sequence_ends_within_guessed_tokens(talking: Path, guessing: Callable
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"cache": "shared-buffer"}, {"target": "ort-cpu", "cache": "shared-buffer"}], ids=str
+    "options", slow_but([{}, {"cache": "shared-buffer"}, {"target": "ort-cpu", "cache": "shared-buffer"}], {}), ids=str
 )
 def test_a_conversation_goes_on_after_guessed_tokens(
     tiny: Callable[[str], Path], tmp_path: Path, guessing: Callable[[list[int], int], None], options: dict[str, Any]
@@ -193,7 +193,9 @@ def test_a_graph_that_scores_only_the_last_token_runs_one_by_one(
     assert shown(pieces(TextModel.open(*files), PROMPT)) == shown(alone)
 
 
-@pytest.mark.parametrize("options", [{"quant": "int4"}, {"quant": "int8"}, {"precision": "float16"}], ids=str)
+@pytest.mark.parametrize(
+    "options", slow_but([{"quant": "int4"}, {"quant": "int8"}, {"precision": "float16"}], {"quant": "int4"}), ids=str
+)
 def test_graphs_that_round_activations_run_one_token_per_call(
     tiny: Callable[[str], Path], tmp_path: Path, guessing: Callable[[list[int], int], None], options: dict[str, Any]
 ) -> None:
@@ -306,6 +308,7 @@ def drafting(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return start
 
 
+@pytest.mark.slow_rows("llama-{'cache': 'shared-buffer'}", "llama-{'postprocess': 'argmax'}")
 @pytest.mark.parametrize(
     ("family", "options"),
     [("llama", {}), ("llama", {"cache": "shared-buffer"}), ("lfm2", {}), ("llama", {"postprocess": "argmax"})],

@@ -21,7 +21,7 @@ SECONDS, MEBIBYTES = 10, 500
 
 QUICK = re.compile(
     r"name: |gguf: (many parts|a merge of)|yaml: (anchors|a deep flow)|sentencepiece: a long|tiktoken: a long"
-    r"|torch file: (ten ref|a million sets$|an object of)|old file: views"
+    r"|torch file: (ten ref|an object of)|old file: views"
 )
 """One of each kind, also in the quick tests."""
 

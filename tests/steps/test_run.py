@@ -363,6 +363,7 @@ def test_a_run_file_that_is_saved_during_its_run_stays_locked(tmp_path: Path) ->
     assert not list(tmp_path.glob(".*.lock"))
 
 
+@pytest.mark.slow
 def test_a_failed_verification_is_no_pass_of_an_earlier_one(tmp_path: Path) -> None:
     file = tmp_path / "model.yaml"
     file.write_text("steps: [{verify: {folder: model}}]\n")
@@ -453,6 +454,7 @@ def test_texts_are_written_again_when_the_prompts_changed(texts: Path) -> None:
     assert prompts_of(texts) == ["The sea", "The land"]
 
 
+@pytest.mark.slow
 def test_a_file_of_texts_that_no_run_of_this_file_made_is_kept(texts: Path) -> None:
     record(texts.parent).unlink()
     (texts.parent / "prompts.txt").write_text("The land\n")

@@ -94,6 +94,7 @@ def test_verify_accepts_every_option(
     assert report.verdict == "pass", report.closing_lines()
 
 
+@pytest.mark.slow
 def test_every_product_but_a_routers_reads_codes(quantized: Quantized) -> None:
     found = operators(quantized("mixtral"))
     assert found["MatMulNBits"] > found["Gemm"] == depth("mixtral")  # the routers

@@ -43,8 +43,8 @@ def test_a_wrong_weight_is_named(
     assert text in check.detail
 
 
-def test_another_model_as_reference_is_suspected(exported: Callable[[str], Path]) -> None:
-    check = audit(exported("llama"), exported("gemma2"))
+def test_another_model_as_reference_is_suspected(exported: Callable[[str], Path], tiny: Callable[[str], Path]) -> None:
+    check = audit(exported("llama"), tiny("gemma2"))
     assert check.verdict == "fail" and "are not the reference's: another model? First `" in check.detail
 
 
@@ -58,6 +58,7 @@ def test_bytes_that_are_not_a_tensor_are_named(exported: Callable[[str], Path], 
     assert "which are not a tensor" in audit(folder, folder).detail
 
 
+@pytest.mark.slow
 def test_a_correct_graph_has_every_weight(exported: Callable[[str], Path]) -> None:
     check = audit(exported("gemma2"), exported("gemma2"))
     assert (check.verdict, check.detail) == ("pass", "46 tensors")
