@@ -43,7 +43,7 @@ def checks_of(folder: Path) -> list[Check]:
 
 
 @pytest.mark.one_row_in(3)
-@pytest.mark.quick_rows("qwen2_vl")
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", TEXT)
 def test_features_and_answers_equal_the_eager_model(seeing_qwen: Seeing, model_type: str) -> None:
     found = checks_of(seeing_qwen(model_type))
