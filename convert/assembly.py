@@ -74,7 +74,8 @@ def assemble(
     """
     source, warnings = file.path.name, list[str]()
     fields = {name: value for name, value in given.items() if name != "drop"}
-    stored = stored_config(file.path)
+    home = file.home or file.path
+    stored = stored_config(home)
     settings = causal_lm_config(stored, fields, source, warnings)
     refuse_quantized(file.state, source)
     refuse_objects(file.state, source)
@@ -98,7 +99,7 @@ def assemble(
     writer = settings.get("transformers_version")  # usually that which wrote the weights
     version = version or (f"transformers {writer[:20]}" if isinstance(writer, str) else "")
     more = (tuple(warnings), version, file.shards, (*contents_around(file), *dropped))
-    return Checkpoint(file.path, format, tensors, settings, side_files_of(file.path, tokenizer), *more)
+    return Checkpoint(file.path, format, tensors, settings, side_files_of(home, tokenizer), *more)
 
 
 def _native_tensors(
@@ -213,15 +214,24 @@ def opened_with_adapter(
     return with_adapter(find_adapter(stored, tensors, path), options, open_model)
 
 
-def assembled_run(file: StateFile, format: str, options: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
-    """The model of a state dict, with its adapter if it is a PeftModel's; arguments and errors as in `assemble`."""
+def assembled_run(
+    file: StateFile,
+    format: str,
+    options: Mapping[str, Any],
+    tokenizer: Path | None,
+    adapter: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """The model of a state dict, with its adapter if it is a PeftModel's; arguments and errors as in `assemble`.
+
+    `adapter` is the adapter's config; None: it is in the folder or above.
+    """
     given = {name: value for name, value in options.items() if name not in OPTIONS}
     if not any(".lora_" in name for name in file.state):
         without_adapter(options, file.path.name)
         return assemble(file, format, given, tokenizer)
 
     def open_model(tensors: dict[str, LazyTensor], base: Checkpoint | None) -> Checkpoint:
-        side_files = {**(base.side_files if base else {}), **side_files_of(file.path, tokenizer)}
+        side_files = {**(base.side_files if base else {}), **side_files_of(file.home or file.path, tokenizer)}
         if not tensors:
             return Checkpoint(file.path, format, {}, {}, side_files, shards=file.shards)
         part = replace(file, state=tensors, tensor=lambda name, leaf: leaf)
@@ -230,7 +240,7 @@ def assembled_run(file: StateFile, format: str, options: Mapping[str, Any], toke
 
     warnings: list[str] = []
     tensors = select(file.state, file.tensor, file.path.name, warnings)
-    opened = opened_with_adapter(tensors, file.path, options, open_model)
+    opened = opened_with_adapter(tensors, file.path, options, open_model, adapter)
     return replace(opened, warnings=(*warnings, *opened.warnings))
 
 

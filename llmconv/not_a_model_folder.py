@@ -98,7 +98,7 @@ KINDS = {
     ),
     "the learning-rate schedule": re.compile(r"(?:lr_)?scheduler.*"),
     "the loss scale": re.compile(r"(?:grad_)?scaler.*"),
-    "random number states": re.compile(r"(?:rng|random)_state.*|rank-specific.*"),
+    "random number states": re.compile(r"(?:rng|random)_state.*|rank-specific.*|extra_state_world_size_.*"),
     "the trainer's state": re.compile(r"trainer_state\.json|training_args\.bin|.*\.other\.pth"),
     "the data loader's state": re.compile(r"(?:sampler|dl_state_dict)(?:_\d+)?\.bin"),
     "objects registered for checkpointing": re.compile(r"custom_checkpoint_\d+\.pkl"),

@@ -1,0 +1,220 @@
+"""verl, SkyRL and EasyR1 on FSDP: each rank saves its part of the model, `model_world_size_N_rank_R.pt`.
+
+Layout (verl `utils/checkpoint/fsdp_checkpoint_manager.py`, `utils/checkpoint/checkpoint_manager.py`): a folder such as
+`global_step_20/actor` with the files of all ranks, `fsdp_config.json` (since 0.4), and under `huggingface/` the
+configuration and the tokenizer, which were in the folder itself before 0.3. The optimizer is in
+`optim_world_size_N_rank_R.pt`, the schedule and the random numbers in `extra_state_world_size_N_rank_R.pt`. Next to
+`actor` are `critic` and the state of the data loader. A LoRA run holds the whole PeftModel; rank and alpha are in
+`lora_adapter/adapter_config.json`, or since 0.7 in `lora_train_meta.json`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llmconv.checkpoint import ADAPTER_CONFIG, INDEX, SINGLE, Checkpoint, read_json
+from llmconv.convert.algebra import first_missing
+from llmconv.convert.assembly import OPTIONS, assembled_run
+from llmconv.convert.formats import Format
+from llmconv.convert.formats.verl.ranks import join_ranks
+from llmconv.convert.models.config_file import OPTION, trusted_code
+from llmconv.convert.state_dicts.files import RANK_FILE, StateFile, tracked
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
+from llmconv.files.torch_reader import open_torch_blob
+from llmconv.not_a_model_folder import training_files_in
+from llmconv.tensors import LazyTensor
+
+STEP = re.compile(r"global_step_(\d{1,12})")
+ROLES = ("actor", "policy")  # the folder of the model that is trained, in that of a step; SkyRL calls it `policy`
+POINTERS = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt")  # verl's and SkyRL's
+META = "lora_train_meta.json"
+HUGGING_FACE = "huggingface"
+HALVES = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Save:
+    """One save: the files of all ranks, by rank."""
+
+    folder: Path
+    files: Mapping[int, Path]
+
+    @property
+    def home(self) -> Path:
+        """The folder with the configuration, which old versions put next to the weights."""
+        inner = self.folder / HUGGING_FACE
+        return self.folder if (self.folder / "config.json").is_file() and not _has_config(inner) else inner
+
+
+def _has_config(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def _holds_ranks(folder: Path) -> bool:
+    try:
+        return folder.is_dir() and any(RANK_FILE.fullmatch(entry.name) for entry in folder.iterdir())
+    except PermissionError:  # llmconv looks into every given folder, which may contain anything
+        return False
+
+
+def _folder_of(step: Path) -> Path | None:
+    """The folder with the files of the ranks: `step` or the one in it, of the model that is trained."""
+    return next((place for place in (step, *(step / role for role in ROLES)) if _holds_ranks(place)), None)
+
+
+def _saves(path: Path) -> dict[str, Path]:
+    """The folders of a run's steps that hold a model, by name, in order."""
+    found = [(int(match[1]), entry) for entry in path.iterdir() if (match := STEP.fullmatch(entry.name))]
+    return {entry.name: entry for _, entry in sorted(found) if _folder_of(entry)}
+
+
+def _detect(path: Path) -> bool:
+    if path.is_file():
+        return bool(RANK_FILE.fullmatch(path.name))
+    return path.is_dir() and bool(_folder_of(path) or _saves(path))
+
+
+def open_save(path: Path) -> Save:
+    """The save at `path`, the model's in that of a step, or of several steps the newest.
+
+    Raises InputRefused for one of several files, saves of different numbers of ranks, or several steps without a
+    pointer, MalformedInput if the file of a rank is missing, or the run says another number of ranks.
+    """
+    if path.is_file():
+        match = RANK_FILE.fullmatch(path.name)
+        if match and int(match[1]) > 1:
+            raise InputRefused(
+                f"`{path.name}` is the part of one rank of {match[1]}",
+                hint=f"give the folder that contains all of them: `{path.parent}`",
+            )
+        return Save(path.parent, {0: path})
+    folder = _folder_of(path)
+    if folder is None:
+        pointer = next((path / name for name in POINTERS if (path / name).is_file()), path / POINTERS[0])
+        folder = _folder_of(tracked(path, _saves(path), pointer, lambda word: f"global_step_{word}")) or path
+    found = {entry.name: match for entry in sorted(folder.iterdir()) if (match := RANK_FILE.fullmatch(entry.name))}
+    if len(worlds := {int(match[1]) for match in found.values()}) > 1:
+        raise InputRefused(
+            f"`{folder.name}` contains saves of {' and '.join(map(str, sorted(worlds)))} ranks",
+            hint="move the files of one of them into a separate folder",
+        )
+    world = next(iter(worlds), 0)
+    files = {int(match[2]): folder / name for name, match in found.items() if (folder / name).is_file()}
+    if (missing := first_missing(files, world)) is not None:
+        raise MalformedInput(
+            f"`{folder.name}` lacks the part of rank {missing}: `model_world_size_{world}_rank_{missing}.pt`",
+            hint=f"each of the {world} ranks wrote one, on its own host; copy all of them",
+        )
+    if beyond := [path.name for rank, path in files.items() if rank >= world]:
+        raise MalformedInput(f"`{beyond[0]}` is of no rank of {world}", hint="remove it, or copy the folder again")
+    stated = _settings(folder).get("world_size", world)
+    if stated != world:
+        raise MalformedInput(
+            f"`fsdp_config.json` in `{folder.name}` is of {str(stated)[:20]} ranks, the files of {world}",
+            hint="two saves were written into one folder; copy the files of one of them",
+        )
+    save = Save(folder, dict(sorted(files.items())))
+    _require_one_step(save)
+    return save
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    file = folder / "fsdp_config.json"
+    return read_json(file) if file.is_file() else {}
+
+
+def _require_one_step(save: Save) -> None:
+    """Refuses files of different steps, as far as the schedules next to them tell."""
+    steps: dict[int, str] = {}
+    for path in save.files.values():
+        extra = path.with_name(path.name.replace("model_", "extra_state_", 1))
+        with suppress(LlmconvError, OSError):
+            content = open_torch_blob(extra, 0, extra.stat().st_size).content
+            schedule = content.get("lr_scheduler") if isinstance(content, dict) else None
+            step = schedule.get("last_epoch") if isinstance(schedule, dict) else None
+            if type(step) is int:
+                steps.setdefault(step, extra.name)
+    if len(steps) > 1:
+        (step, first), (other, second) = [*steps.items()][:2]
+        raise MalformedInput(
+            f"`{save.folder.name}` mixes saves of different steps: `{first}` is of step {step}, `{second}` of {other}",
+            hint="copy the files of all ranks again, from one save",
+        )
+
+
+def _state(save: Save) -> StateFile:
+    state = join_ranks(save.folder.name, save.files)
+    return StateFile(save.folder, state, lambda _, leaf: leaf, shards=len(save.files), home=save.home)
+
+
+def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
+    save = open_save(path)
+    state = _state(save)
+    given = dict(config)
+    if code := trusted_code(given):
+        given[OPTION] = replace(code, others=(*code.others, save.home))
+    opened = assembled_run(state, FORMAT.name, given, tokenizer, _adapter_config(save, state.state))
+    warnings = [*opened.warnings]
+    stored = read_json(save.home / "config.json") if _has_config(save.home) else {}
+    half = stored.get("dtype", stored.get("torch_dtype"))
+    if half in HALVES and any(tensor.dtype.name == "float32" for tensor in opened.tensors.values()):
+        warnings.append(f"these are the float32 master weights; `--dtype {half}` converts to the dtype of the run")
+    if any((save.home / name).is_file() for name in (SINGLE, INDEX)):
+        warnings.append(f"`{save.folder.name}/{save.home.name}` also contains the model as a Hugging Face folder")
+    version = _settings(save.folder).get("FSDP_version")
+    named = f"FSDP {version}" if type(version) is int and 0 < version < 100 else ""
+    rest = ["the critic"] if (save.folder.parent / "critic").is_dir() and save.folder.name in ROLES else []
+    dropped = (*training_files_in(save.folder), *rest, *opened.dropped)
+    return replace(opened, path=path, warnings=tuple(warnings), version=named or opened.version, dropped=dropped)
+
+
+def _adapter_config(save: Save, names: Iterable[str]) -> dict[str, Any] | None:
+    """The config of the run's adapter; None: none of this system's, so that it is looked for where PEFT saves it.
+
+    Raises UnsupportedInput without rank and alpha.
+    """
+    if (file := save.folder / "lora_adapter" / ADAPTER_CONFIG).is_file():
+        return read_json(file)
+    if not (save.folder / META).is_file():
+        return None
+    meta = read_json(save.folder / META)
+    rank, alpha = meta.get("r"), meta.get("lora_alpha")
+    if type(rank) is not int or isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        raise UnsupportedInput(
+            f"`{META}` in `{save.folder.name}` has no `r` and `lora_alpha`, so the scale of the adapter is unknown",
+            hint=f"put the run's `{ADAPTER_CONFIG}` into a folder `lora_adapter` in it",
+        )
+    paths = {name.partition(".lora_")[0].removeprefix("base_model.model.") for name in names if ".lora_" in name}
+    ends = {path.rpartition(".")[2] for path in paths}
+    others = [name for name in names if name.endswith(tuple(f".{end}.weight" for end in ends))]
+    kind = meta.get("task_type")
+    return {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        # the ends of the names, unless modules of the same name were not trained, such as those of a vision tower
+        "target_modules": sorted(paths if others else ends),
+        "task_type": kind if isinstance(kind, str) else None,
+        "bias": "none",
+    }
+
+
+def _peek(path: Path) -> Mapping[str, LazyTensor]:
+    return _state(open_save(path)).tensors()
+
+
+FORMAT = Format(
+    name="verl",
+    title="verl, SkyRL and EasyR1 on FSDP: a folder of `model_world_size_N_rank_R.pt`, one per process",
+    detect=_detect,
+    open=_open,
+    covers="any causal language model in Hugging Face's names, sharded by FSDP 1 or 2 over any mesh of ranks, with "
+    "replicas and tensor parallelism; the newest step of a run; LoRA runs, merged or kept apart",
+    options=("drop", *OPTIONS, OPTION),
+    peek=_peek,
+)
