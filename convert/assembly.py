@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, read_json, read_side_files
+from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, read_json, read_side_files, refuse_unmerged, unmerged
 from llmconv.convert.models.completeness import BUFFERS, as_loaded
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.models.mpt_config import enlarged
@@ -84,11 +84,7 @@ def assemble(
             f"the configuration of `{source}` declares it quantized",
             hint="give the weights from before quantization, and a configuration without `quantization_config`",
         )
-    if lora := [name for name in file.state if "lora_" in name]:
-        raise UnsupportedInput(
-            f"`{source}` holds LoRA matrices that are not merged: {listing(lora)}",
-            hint="merge them where it was trained, or save the adapter with PEFT and use `llmconv merge-lora`",
-        )
+    refuse_unmerged(file.state, settings, source)
     if AUTO_MAP in settings:
         tensors, dropped = select(file.state, file.tensor, source, warnings, buffers=True), list[str]()
     else:
@@ -202,7 +198,7 @@ def opened_with_adapter(
 
     `stored` is the adapter's config; None: it is in the folder or above (else MalformedInput).
     """
-    if not stored and not any(".lora_" in name for name in tensors):
+    if not stored and not unmerged(tensors, {}):
         without_adapter(options, path.name)
         return open_model(tensors, None)
     from llmconv.convert.peft_runs import find_adapter, with_adapter  # noqa: PLC0415 - no other run needs them
@@ -226,7 +222,7 @@ def assembled_run(
     `adapter` is the adapter's config; None: it is in the folder or above.
     """
     given = {name: value for name, value in options.items() if name not in OPTIONS}
-    if not any(".lora_" in name for name in file.state):
+    if not unmerged(file.state, {**stored_config(file.home or file.path), **given}):
         without_adapter(options, file.path.name)
         return assemble(file, format, given, tokenizer)
 

@@ -98,7 +98,8 @@ KINDS = {
     ),
     "the learning-rate schedule": re.compile(r"(?:lr_)?scheduler.*"),
     "the loss scale": re.compile(r"(?:grad_)?scaler.*"),
-    "random number states": re.compile(r"(?:rng|random)_state.*|rank-specific.*|extra_state_world_size_.*"),
+    "random number states": re.compile(r"(?:rng|random)_state.*|rank-specific.*"),
+    "the schedule and random number states": re.compile(r"extra_state_world_size_.*"),
     "the trainer's state": re.compile(r"trainer_state\.json|training_args\.bin|.*\.other\.pth"),
     "the data loader's state": re.compile(r"(?:sampler|dl_state_dict)(?:_\d+)?\.bin"),
     "objects registered for checkpointing": re.compile(r"custom_checkpoint_\d+\.pkl"),
@@ -204,6 +205,10 @@ def adapter_or_delta(folder: Path) -> InputRefused | None:
         message = f"`{folder}` is a delta, not a model"
         return UnsupportedInput(message, hint=f"use `llmconv delta apply BASE {folder} -o OUT`")
     if (folder / "adapter_config.json").is_file():
+        names = {entry.name for entry in folder.iterdir()}
+        if names & MODEL_WEIGHTS and not any(name.startswith("adapter_model.") for name in names):
+            problem = f"`{folder}` holds a model with an adapter that may not be merged"
+            return UnsupportedInput(problem, hint=f"merge it first: `llmconv to-hf {folder} -o OUT`")
         base = adapter_base(folder)
         of = f" of `{base}`" if base else ""
         problem = f"`{folder}` is an adapter{of}, not a model"

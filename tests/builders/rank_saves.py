@@ -11,7 +11,6 @@ import shutil
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -144,12 +143,6 @@ def _second_version(model: Any, mesh: Any) -> tuple[dict[str, Any], State]:
     }
 
 
-def edit_rank(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Changes the state dict of a rank, whose tensors torch loads as they are, and saves it again."""
-    state = torch.load(file, weights_only=False)
-    torch.save(change(state) or state, file)
-
-
 def digests(state: State) -> dict[str, list[Any]]:
     """Element type, shape and SHA-256 of each tensor."""
     return {
@@ -168,9 +161,7 @@ def main(names: list[str]) -> None:
         state = save_run(RUNS[name], FIXTURES / name)
         (FIXTURES / name / "reference.json").write_text(json.dumps(digests(state), indent=0) + "\n")
         if RUNS[name].lora:
-            save_file(
-                {one: tensor.contiguous() for one, tensor in state.items()}, FIXTURES / f"{name}.safetensors"
-            )
+            save_file({one: tensor.contiguous() for one, tensor in state.items()}, FIXTURES / f"{name}.safetensors")
 
 
 if __name__ == "__main__":

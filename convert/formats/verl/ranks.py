@@ -155,7 +155,7 @@ class _RankFile:
                 start + size <= most for start, size, most in zip(piece.offsets, piece.sizes, shape, strict=True)
             )
             other = piece.tensor.shape != piece.sizes
-            if not inside or (other and 0 < prod(piece.sizes) + prod(piece.tensor.shape)):
+            if not inside or (other and prod(piece.sizes) + prod(piece.tensor.shape)):
                 self.refuse(f"has a piece of {shown(name)} with the shape {list(piece.tensor.shape)}, not its own")
         declared = BY_NAME.get(named.name) if named.module == "torch" else None
         if declared is None:
