@@ -72,13 +72,8 @@ def test_only_this_format_claims_the_folder(case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "made",
-    [
-        Run(4, 2, {"fsdp": 4}, dtype=torch.bfloat16),
-        Run(3, 1, {"fsdp": 3}),
-        Run(4, 2, {"fsdp": 2, "tp": 2}),
-        Run(3, 1),
-    ],
-    ids=["fsdp2", "fsdp1", "tensor-parallel", "group"],
+    [Run(2, 2, {"fsdp": 2}, dtype=torch.bfloat16), Run(4, 2, {"fsdp": 2, "tp": 2}), Run(2, 1)],
+    ids=["fsdp2", "tensor-parallel", "group"],
 )
 def test_what_torch_saves_now_is_what_it_gathers(made: Run, tmp_path: Path) -> None:
     state = save_run(made, tmp_path / "actor")
