@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.causal_lm import require_model_type
+from llmconv.causal_lm import architecture, require_model_type
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, is_model_folder, open_checkpoint
 from llmconv.convert.assembly import side_files_of
 from llmconv.convert.deltas import is_recorded_delta
@@ -17,6 +17,7 @@ from llmconv.convert.formats import Format, adapter_format, by_name, detect, for
 from llmconv.convert.models.code_model import with_code
 from llmconv.convert.models.completeness import check_complete, check_folder, why_incomplete
 from llmconv.convert.models.config_file import CODE_FIELDS, OPTION, merged_configs, own_fields, trusted_code
+from llmconv.convert.models.transformers_source import auto_classes, causal_lm_classes
 from llmconv.convert.state_dicts.files import weight_files
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.packing import unpacked
@@ -122,7 +123,11 @@ def open_format(
 
         quantized = quantized_checkpoint(opened)
         plain = quantized.plain if quantized else opened
-    notes = check_complete(plain.tensors, plain.config, name) if opened.tensors else []
+    # a class that is neither the causal one of its type nor an encoder's: one with images, a classifier
+    named, kind = architecture(plain.config), str(plain.config.get("model_type"))
+    other = named not in ("", causal_lm_classes().get(kind)) and named not in auto_classes("MASKED_LM").values()
+    check = check_folder if other and not plain.config.get(AUTO_MAP) else check_complete
+    notes = check(plain.tensors, plain.config, name) if opened.tensors else []
     return replace(opened, warnings=(*opened.warnings, *notes))
 
 

@@ -38,6 +38,7 @@ from llmconv.runtime.onnxruntime.lora_names import encode_adapter, read_adapter
 from llmconv.runtime.onnxruntime.session_file import read_session_file
 from llmconv.serve.openai_schema import ApiError, chat_request, completion_request, parse_json
 from llmconv.tensors import LazyTensor
+from tests.builders.rank_saves import FIXTURES
 from tests.fuzz.seeds import (
     GGUF_WORDS,
     GRAPH,
@@ -118,14 +119,14 @@ def tensors_of(path: Path) -> None:
 
 def pickle_of(run: str) -> bytes:
     """The pickle of rank 1 of a genuine run."""
-    return ranks.members_of(ranks.rank_file(ranks.FIXTURES / run, 1))["x/data.pkl"]
+    return ranks.members_of(ranks.rank_file(FIXTURES / run, 1))["x/data.pkl"]
 
 
 def read_ranks(path: Path) -> None:
     """The tensors of each genuine run, with this pickle in the file of rank 1."""
     problems = []
     for run in (ranks.MESH, ranks.GROUP, ranks.GRID):
-        files = {rank: file for rank, file in enumerate(sorted((ranks.FIXTURES / run).glob("model_*.pt")))}
+        files = {rank: file for rank, file in enumerate(sorted((FIXTURES / run).glob("model_*.pt")))}
         parts = ranks.members_of(files[1]) | {"x/data.pkl": path.read_bytes()}
         try:
             joined = join_ranks("x", files | {1: honest.repacked(path.parent, parts)})

@@ -17,15 +17,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from llmconv.causal_lm import architecture
 from llmconv.checkpoint import ADAPTER_CONFIG, INDEX, SINGLE, Checkpoint, read_json
 from llmconv.convert.algebra import first_missing
-from llmconv.convert.assembly import OPTIONS, assembled_run
+from llmconv.convert.assembly import OPTIONS, assembled_run, opened_with_adapter, side_files_of, stored_config
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.verl.ranks import join_ranks
-from llmconv.convert.models.config_file import OPTION, trusted_code
-from llmconv.convert.state_dicts.files import RANK_FILE, StateFile, tracked
+from llmconv.convert.models.config_file import OPTION, plain_fields, trusted_code
+from llmconv.convert.models.transformers_source import causal_lm_classes
+from llmconv.convert.state_dicts.files import RANK_FILE, StateFile, select, tracked
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
 from llmconv.files.torch_reader import open_torch_blob
+from llmconv.model_code import AUTO_MAP
 from llmconv.not_a_model_folder import training_files_in
 from llmconv.tensors import LazyTensor
 
@@ -35,6 +38,7 @@ POINTERS = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt") 
 META = "lora_train_meta.json"
 HUGGING_FACE = "huggingface"
 HALVES = ("bfloat16", "float16")
+CAUSAL = ("ForCausalLM", "LMHeadModel")  # ends of the names of causal language models, old classes included
 
 
 @dataclass(frozen=True)
@@ -158,9 +162,12 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     given = dict(config)
     if code := trusted_code(given):
         given[OPTION] = replace(code, others=(*code.others, save.home))
-    opened = assembled_run(state, FORMAT.name, given, tokenizer, _adapter_config(save, state.state))
+    stored = stored_config(save.home)
+    has_value_head = any(name.startswith("v_head.") for name in state.state)  # of TRL, beside a causal model
+    is_other = not has_value_head and _is_other_class({**stored, **given})
+    opens = _open_other_class if is_other else assembled_run
+    opened = opens(state, FORMAT.name, given, tokenizer, _adapter_config(save, state.state))
     warnings = [*opened.warnings]
-    stored = read_json(save.home / "config.json") if _has_config(save.home) else {}
     half = stored.get("dtype", stored.get("torch_dtype"))
     if half in HALVES and any(tensor.dtype.name == "float32" for tensor in opened.tensors.values()):
         warnings.append(f"these are the float32 master weights; `--dtype {half}` converts to the dtype of the run")
@@ -171,6 +178,28 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     rest = ["the critic"] if (save.folder.parent / "critic").is_dir() and save.folder.name in ROLES else []
     dropped = (*training_files_in(save.folder), *rest, *opened.dropped)
     return replace(opened, path=path, warnings=tuple(warnings), version=named or opened.version, dropped=dropped)
+
+
+def _is_other_class(config: Mapping[str, Any]) -> bool:
+    """Whether the run is of no causal language model: one with images, or a classifier such as a reward model."""
+    named, known = architecture(config), causal_lm_classes().get(str(config.get("model_type")))
+    return bool(named) and named != known and not named.endswith(CAUSAL) and not config.get(AUTO_MAP)
+
+
+def _open_other_class(
+    file: StateFile, format: str, options: Mapping[str, Any], tokenizer: Path | None, adapter: Mapping[str, Any] | None
+) -> Checkpoint:
+    """As `assembled_run`, of a model of any class of transformers, every tensor under its own name."""
+    home, warnings = file.home or file.path, list[str]()
+    given = {name: value for name, value in options.items() if name not in FORMAT.options}
+    tensors = select(file.state, file.tensor, file.path.name, warnings)
+
+    def open_model(tensors: dict[str, LazyTensor], base: Checkpoint | None) -> Checkpoint:
+        side_files = {**(base.side_files if base else {}), **side_files_of(home, tokenizer)}
+        settings = plain_fields({**stored_config(home), **given}, warnings)
+        return Checkpoint(file.path, format, tensors, settings, side_files, tuple(warnings), shards=file.shards)
+
+    return opened_with_adapter(tensors, file.path, options, open_model, adapter)
 
 
 def _adapter_config(save: Save, names: Iterable[str]) -> dict[str, Any] | None:
@@ -213,8 +242,8 @@ FORMAT = Format(
     title="verl, SkyRL and EasyR1 on FSDP: a folder of `model_world_size_N_rank_R.pt`, one per process",
     detect=_detect,
     open=_open,
-    covers="any causal language model in Hugging Face's names, sharded by FSDP 1 or 2 over any mesh of ranks, with "
-    "replicas and tensor parallelism; the newest step of a run; LoRA runs, merged or kept apart",
+    covers="any model of transformers, also with images, and reward models; sharded by FSDP 1 or 2 over any mesh of "
+    "ranks, with replicas and tensor parallelism; the newest step of a run; LoRA runs, merged or kept apart",
     options=("drop", *OPTIONS, OPTION),
     peek=_peek,
 )

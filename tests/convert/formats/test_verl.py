@@ -20,6 +20,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoModelForTokenClassification,
+    LlamaConfig,
+    Qwen2_5_VLConfig,
+)
 
 from llmconv.cli import main
 from llmconv.convert import to_hf
@@ -28,7 +34,7 @@ from llmconv.convert.formats.verl.ranks import join_ranks
 from llmconv.convert.inspection import inspect
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
-from tests.builders.rank_saves import FIXTURES, RUNS, Run, digests, save_run, tiny_llama
+from tests.builders.rank_saves import FIXTURES, RUNS, SIZES, Run, digests, save_run, tiny_llama
 
 CASES = [case for case in RUNS if not RUNS[case].lora]
 EMBEDDING = "model.embed_tokens.weight"
@@ -169,6 +175,93 @@ def test_one_file_of_several_is_refused_and_the_only_one_is_read(run: Path, tmp_
     with pytest.raises(InputRefused, match="is the part of one rank of 3"):
         open_training(part(run, 1))
     assert open_training(part(FIXTURES / "one_rank", 0)).format == "verl"
+
+
+def one_rank(folder: Path, state: dict[str, torch.Tensor], config: Any) -> Path:
+    """A run of one rank, of a model of any class."""
+    config.save_pretrained(folder / "huggingface")
+    torch.save(state, folder / "model_world_size_1_rank_0.pt")
+    return folder
+
+
+@pytest.mark.slow_rows("False")
+@pytest.mark.parametrize("old_names", [False, True])
+def test_a_model_with_images_is_what_transformers_opens(old_names: bool, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    model = AutoModelForImageTextToText.from_config(Qwen2_5_VLConfig(**SEEING))
+    trained = model.state_dict()
+    # transformers named them so before 4.52
+    old = {name.replace("model.visual", "visual").replace("language_model.", ""): one for name, one in trained.items()}
+    to_hf(one_rank(tmp_path / "actor", old if old_names else trained, model.config), tmp_path / "hf")
+    opened = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf").state_dict()
+    assert digests(opened) == digests(trained)
+
+
+SEEING: dict[str, Any] = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "text_config": {
+        "vocab_size": 24,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "bos_token_id": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "eos_token_id": 2,
+        "max_position_embeddings": 32,
+        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4},
+    },
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_heads": 2,
+        "out_hidden_size": 8,
+        "patch_size": 4,
+        "fullatt_block_indexes": [0],
+    },
+    "image_token_id": 3,
+    "video_token_id": 4,
+    "vision_start_token_id": 5,
+    "vision_end_token_id": 6,
+}
+
+
+def test_a_critic_is_a_classifier_where_its_configuration_says_so(tmp_path: Path) -> None:
+    llama = {**open_training(FIXTURES / "one_rank").tensors}
+    state = {name: torch.from_numpy(one.read()) for name, one in llama.items() if name != "lm_head.weight"}
+    state |= {"score.weight": torch.ones(1, 8), "score.bias": torch.ones(1)}
+    config = LlamaConfig(**SIZES, num_labels=1, architectures=["LlamaForTokenClassification"])
+    to_hf(one_rank(tmp_path / "critic", state, config), tmp_path / "hf")
+    opened = AutoModelForTokenClassification.from_pretrained(tmp_path / "hf").state_dict()
+    assert digests(opened) == digests(state)
+    config.architectures = ["LlamaForCausalLM"]
+    with pytest.raises(UnsupportedInput, match="unexpected keys outside the model: `score.weight`"):
+        open_training(one_rank(tmp_path / "critic", state, config))
+
+
+def test_a_value_head_is_dropped_when_asked(tmp_path: Path) -> None:
+    llama = open_training(FIXTURES / "one_rank")
+    state = {f"pretrained_model.{name}": torch.from_numpy(one.read()) for name, one in llama.items()}
+    state["v_head.summary.weight"] = torch.ones(1, 8)
+    folder = one_rank(tmp_path / "critic", state, LlamaConfig(**SIZES, architectures=["LlamaForCausalLM"]))
+    with pytest.raises(UnsupportedInput, match=r"unexpected keys outside the model: `v_head\.summary\.weight`"):
+        open_training(folder)
+    assert {*open_training(folder, options={"drop": True})} == {*llama}
+
+
+def test_buffers_that_every_rank_holds_whole_are_taken_once(tmp_path: Path) -> None:
+    state = {"scalar": torch.tensor(3.0), "vector": torch.arange(4)}
+    for file in two(tmp_path).values():
+        torch.save(state, file)
+    joined = join_ranks("x", two(tmp_path))
+    assert {name: one.read().tolist() for name, one in joined.items()} == {"scalar": 3.0, "vector": [0, 1, 2, 3]}
+    torch.save(state | {"scalar": torch.tensor(4.0)}, two(tmp_path)[1])
+    with pytest.raises(MalformedInput, match="hold different values of `scalar`"):
+        join_ranks("x", two(tmp_path))["scalar"].read()
+    torch.save(state | {"vector": torch.arange(5)}, two(tmp_path)[1])
+    with pytest.raises(MalformedInput, match=r"`vector` is int64 \[5\] in `model_world_size_2_rank_1\.pt`"):
+        join_ranks("x", two(tmp_path))
 
 
 def lose(folder: Path) -> None:
