@@ -5,7 +5,8 @@ Layout (verl `utils/checkpoint/fsdp_checkpoint_manager.py`, `utils/checkpoint/ch
 configuration and the tokenizer, which were in the folder itself before 0.3. The optimizer is in
 `optim_world_size_N_rank_R.pt`, the schedule and the random numbers in `extra_state_world_size_N_rank_R.pt`. Next to
 `actor` are `critic` and the state of the data loader. A LoRA run holds the whole PeftModel; rank and alpha are in
-`lora_adapter/adapter_config.json`, or since 0.7 in `lora_train_meta.json`.
+`lora_adapter/adapter_config.json`, or since 0.7 in `lora_train_meta.json`. With Megatron for a backend
+(`megatron_checkpoint_manager.py`) the model is in `dist_ckpt/`, without arguments.
 """
 
 from __future__ import annotations
@@ -20,8 +21,17 @@ from typing import Any
 from llmconv.causal_lm import architecture
 from llmconv.checkpoint import ADAPTER_CONFIG, INDEX, SINGLE, Checkpoint, read_json
 from llmconv.convert.algebra import first_missing
-from llmconv.convert.assembly import OPTIONS, assembled_run, opened_with_adapter, side_files_of, stored_config
+from llmconv.convert.assembly import (
+    OPTIONS,
+    assembled_run,
+    opened_with_adapter,
+    side_files_of,
+    stored_config,
+    without_adapter,
+)
 from llmconv.convert.formats import Format
+from llmconv.convert.formats.megatron.format import FORMAT as megatron
+from llmconv.convert.formats.megatron.save_folder import is_megatron_distributed
 from llmconv.convert.formats.verl.ranks import join_ranks
 from llmconv.convert.models.config_file import OPTION, plain_fields, trusted_code
 from llmconv.convert.models.transformers_source import causal_lm_classes
@@ -37,6 +47,8 @@ ROLES = ("actor", "policy")  # the folder of the model that is trained, in that 
 POINTERS = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt")  # verl's and SkyRL's
 META = "lora_train_meta.json"
 HUGGING_FACE = "huggingface"
+MEGATRON = "dist_ckpt"  # a distributed checkpoint of Megatron core, of a run with that backend
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 HALVES = ("bfloat16", "float16")
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # ends of the names of causal language models, old classes included
 
@@ -67,8 +79,14 @@ def _holds_ranks(folder: Path) -> bool:
 
 
 def _folder_of(step: Path) -> Path | None:
-    """The folder with the files of the ranks: `step` or the one in it, of the model that is trained."""
-    return next((place for place in (step, *(step / role for role in ROLES)) if _holds_ranks(place)), None)
+    """The folder with the model: `step` or the one in it, of the model that is trained."""
+    places = [step, *(step / role for role in ROLES)]
+    return next((place for place in places if _holds_ranks(place) or _holds_megatron(place)), None)
+
+
+def _holds_megatron(folder: Path) -> bool:
+    """Whether the run was trained with Megatron, and not with FSDP."""
+    return (folder / MEGATRON).is_dir() and is_megatron_distributed(folder / MEGATRON)
 
 
 def _saves(path: Path) -> dict[str, Path]:
@@ -97,10 +115,7 @@ def open_save(path: Path) -> Save:
                 hint=f"give the folder that contains all of them: `{path.parent}`",
             )
         return Save(path.parent, {0: path})
-    folder = _folder_of(path)
-    if folder is None:
-        pointer = next((path / name for name in POINTERS if (path / name).is_file()), path / POINTERS[0])
-        folder = _folder_of(tracked(path, _saves(path), pointer, lambda word: f"global_step_{word}")) or path
+    folder = _newest(path)
     found = {entry.name: match for entry in sorted(folder.iterdir()) if (match := RANK_FILE.fullmatch(entry.name))}
     if len(worlds := {int(match[1]) for match in found.values()}) > 1:
         raise InputRefused(
@@ -125,6 +140,14 @@ def open_save(path: Path) -> Save:
     save = Save(folder, dict(sorted(files.items())))
     _require_one_step(save)
     return save
+
+
+def _newest(path: Path) -> Path:
+    """The folder with the model of the save at `path`, or of several steps the newest; errors as in `open_save`."""
+    if folder := _folder_of(path):
+        return folder
+    pointer = next((path / name for name in POINTERS if (path / name).is_file()), path / POINTERS[0])
+    return _folder_of(tracked(path, _saves(path), pointer, lambda word: f"global_step_{word}")) or path
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -157,6 +180,8 @@ def _state(save: Save) -> StateFile:
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
+    if path.is_dir() and not _holds_ranks(folder := _newest(path)):
+        return replace(_open_megatron(folder, config, tokenizer), path=path)
     save = open_save(path)
     state = _state(save)
     given = dict(config)
@@ -178,6 +203,17 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     rest = ["the critic"] if (save.folder.parent / "critic").is_dir() and save.folder.name in ROLES else []
     dropped = (*training_files_in(save.folder), *rest, *opened.dropped)
     return replace(opened, path=path, warnings=tuple(warnings), version=named or opened.version, dropped=dropped)
+
+
+def _open_megatron(folder: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
+    """The model in `dist_ckpt`, whose sizes are in the configuration next to it, not in arguments of Megatron."""
+    home = Save(folder, {}).home
+    without_adapter(config, folder.name)
+    own = home if any((home / name).is_file() for name in TOKENIZERS) else None
+    given = {name: value for name, value in config.items() if name not in ("drop", *OPTIONS)}
+    opened = megatron.open(folder / MEGATRON, {**stored_config(home), **given}, tokenizer or own)
+    side_files = {**side_files_of(home, tokenizer), **opened.side_files}
+    return replace(opened, format=FORMAT.name, side_files=side_files)
 
 
 def _is_other_class(config: Mapping[str, Any]) -> bool:
@@ -234,16 +270,19 @@ def _adapter_config(save: Save, names: Iterable[str]) -> dict[str, Any] | None:
 
 
 def _peek(path: Path) -> Mapping[str, LazyTensor]:
+    if path.is_dir() and not _holds_ranks(folder := _newest(path)):
+        return megatron.peek(folder / MEGATRON) if megatron.peek else {}
     return _state(open_save(path)).tensors()
 
 
 FORMAT = Format(
     name="verl",
-    title="verl, SkyRL and EasyR1 on FSDP: a folder of `model_world_size_N_rank_R.pt`, one per process",
+    title="verl, SkyRL and EasyR1: a folder of `model_world_size_N_rank_R.pt`, one per process, or with `dist_ckpt`",
     detect=_detect,
     open=_open,
     covers="any model of transformers, also with images, and reward models; sharded by FSDP 1 or 2 over any mesh of "
-    "ranks, with replicas and tensor parallelism; the newest step of a run; LoRA runs, merged or kept apart",
+    "ranks, with replicas and tensor parallelism; the newest step of a run; LoRA runs, merged or kept apart; what the "
+    "format `megatron` reads, of runs with that backend",
     options=("drop", *OPTIONS, OPTION),
     peek=_peek,
 )

@@ -227,6 +227,29 @@ SEEING: dict[str, Any] = {
 }
 
 
+def test_a_run_with_megatron_for_a_backend_has_its_sizes_in_the_configuration(tmp_path: Path) -> None:
+    genuine = FIXTURES.parent / "megatron" / "qwen2_torch_dist"
+    expected = open_training(genuine, config=(written(tmp_path / "v.json", {"vocab_size": 96}),))
+    actor = tmp_path / "run" / "global_step_5" / "actor"
+    shutil.copytree(next(genuine.rglob(".metadata")).parent, actor / "dist_ckpt")
+    torch.save({"model": {}, "lr_scheduler": {}}, actor / "dist_ckpt" / "common.pt")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("5")
+    with pytest.raises(InputRefused, match="does not contain the arguments of its run"):
+        open_training(actor)
+    (actor / "huggingface").mkdir()
+    written(actor / "huggingface" / "config.json", expected.config)
+    for place in (actor, actor.parent, tmp_path / "run"):
+        opened = open_training(place)
+        assert opened.format == "verl" and opened.keys() == expected.keys()
+        assert all(np.array_equal(opened[name].read(), expected[name].read()) for name in expected)
+    assert inspect(actor).format == "verl"
+
+
+def written(file: Path, content: Any) -> Path:
+    file.write_text(json.dumps(content))
+    return file
+
+
 def test_a_critic_is_a_classifier_where_its_configuration_says_so(tmp_path: Path) -> None:
     llama = {**open_training(FIXTURES / "one_rank").tensors}
     state = {name: torch.from_numpy(one.read()) for name, one in llama.items() if name != "lm_head.weight"}
