@@ -90,6 +90,7 @@ OTHER_FILES = {
 ONNX_ADAPTER = b"TORT"  # bytes 4 to 8 of onnxruntime's adapter files
 TO_HF = "convert a training checkpoint first: `llmconv to-hf SOURCE -o OUT`"
 SUFFIXES_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+NESTED = 100  # most folders of a folder that are looked into for models
 TRAINER_FOLDER = re.compile(r"checkpoint-(\d+)")
 # names of torch files that are not weights
 KINDS = {
@@ -283,6 +284,9 @@ def _folders_inside(folder: Path, names: set[str]) -> InputRefused | None:
         hint = f"give one of them, such as the last one: `{folder / f'checkpoint-{steps[-1]}'}`"
         return InputRefused(f"`{folder}` contains {len(steps)} Trainer checkpoint(s), but no model itself", hint=hint)
     found = {name: mark for name in sorted(names) if (mark := _mark(folder / name))}
+    if not found:  # prime-rl has `weights/step_10`, others `checkpoints/step_10`
+        below = [one for name in sorted(names)[:NESTED] for one in sorted((folder / name).glob("*"))[:NESTED]]
+        found = {one.relative_to(folder).as_posix(): mark for one in below if (mark := _mark(one))}
     if not found:
         return None
     shown = ", ".join(f"`{name}` ({mark})" for name, mark in list(found.items())[:5])

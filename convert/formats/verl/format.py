@@ -98,7 +98,13 @@ def _saves(path: Path) -> dict[str, Path]:
 def _detect(path: Path) -> bool:
     if path.is_file():
         return bool(RANK_FILE.fullmatch(path.name))
-    return path.is_dir() and bool(_folder_of(path) or _saves(path))
+    return path.is_dir() and bool(_folder_of(path) or _saves(path) or _is_pruned(path))
+
+
+def _is_pruned(folder: Path) -> bool:
+    """Whether only the small files of a save are left."""
+    small = (folder / "fsdp_config.json").is_file() and (folder / HUGGING_FACE).is_dir()
+    return small and not _has_config(folder) and not _holds_ranks(folder)
 
 
 def open_save(path: Path) -> Save:
@@ -115,7 +121,7 @@ def open_save(path: Path) -> Save:
                 hint=f"give the folder that contains all of them: `{path.parent}`",
             )
         return Save(path.parent, {0: path})
-    folder = _newest(path)
+    folder = path if _is_pruned(path) else _newest(path)
     found = {entry.name: match for entry in sorted(folder.iterdir()) if (match := RANK_FILE.fullmatch(entry.name))}
     if len(worlds := {int(match[1]) for match in found.values()}) > 1:
         raise InputRefused(
@@ -124,6 +130,13 @@ def open_save(path: Path) -> Save:
         )
     world = next(iter(worlds), 0)
     files = {int(match[2]): folder / name for name, match in found.items() if (folder / name).is_file()}
+    if not files:
+        inner = folder / HUGGING_FACE
+        whole = any((inner / name).is_file() for name in (SINGLE, INDEX))
+        raise InputRefused(
+            f"`{folder.name}` is of a run on FSDP, without the parts of its ranks (`model_world_size_N_rank_R.pt`)",
+            hint=f"give the model that is in it: `{inner}`" if whole else "copy them too; was the step pruned?",
+        )
     if (missing := first_missing(files, world)) is not None:
         raise MalformedInput(
             f"`{folder.name}` lacks the part of rank {missing}: `model_world_size_{world}_rank_{missing}.pt`",
@@ -180,7 +193,7 @@ def _state(save: Save) -> StateFile:
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
-    if path.is_dir() and not _holds_ranks(folder := _newest(path)):
+    if path.is_dir() and not _is_pruned(path) and not _holds_ranks(folder := _newest(path)):
         return replace(_open_megatron(folder, config, tokenizer), path=path)
     save = open_save(path)
     state = _state(save)
@@ -270,7 +283,7 @@ def _adapter_config(save: Save, names: Iterable[str]) -> dict[str, Any] | None:
 
 
 def _peek(path: Path) -> Mapping[str, LazyTensor]:
-    if path.is_dir() and not _holds_ranks(folder := _newest(path)):
+    if path.is_dir() and not _is_pruned(path) and not _holds_ranks(folder := _newest(path)):
         return megatron.peek(folder / MEGATRON) if megatron.peek else {}
     return _state(open_save(path)).tensors()
 

@@ -344,6 +344,18 @@ def test_parts_that_are_not_of_one_save_are_refused(damage: Callable[[Path], Non
         open_training(run)
 
 
+def test_a_step_whose_parts_were_removed_says_where_a_model_is(run: Path) -> None:
+    for rank in range(3):
+        part(run, rank).unlink()
+    with pytest.raises(InputRefused, match="without the parts of its ranks") as caught:
+        open_training(run)
+    assert "pruned" in caught.value.hint
+    (run / "huggingface" / "model.safetensors").touch()
+    with pytest.raises(InputRefused, match="without the parts of its ranks") as caught:
+        open_training(run)
+    assert str(run / "huggingface") in caught.value.hint
+
+
 def test_the_parts_of_a_group_tell_their_rank(tmp_path: Path) -> None:
     shutil.copytree(FIXTURES / "fsdp1_group", tmp_path / "actor")
     repeat(tmp_path / "actor")
