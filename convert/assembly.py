@@ -198,7 +198,7 @@ def opened_with_adapter(
 
     `stored` is the adapter's config; None: it is in the folder or above (else MalformedInput).
     """
-    if not stored and not unmerged(tensors, {}):
+    if not stored and not any(".lora_" in name for name in tensors) and not unmerged(tensors, {}):
         without_adapter(options, path.name)
         return open_model(tensors, None)
     from llmconv.convert.peft_runs import find_adapter, with_adapter  # noqa: PLC0415 - no other run needs them
@@ -222,7 +222,8 @@ def assembled_run(
     `adapter` is the adapter's config; None: it is in the folder or above.
     """
     given = {name: value for name, value in options.items() if name not in OPTIONS}
-    if not unmerged(file.state, {**stored_config(file.home or file.path), **given}):
+    settings = {**stored_config(file.home or file.path), **given}
+    if not any(".lora_" in name for name in file.state) and not unmerged(file.state, settings):
         without_adapter(options, file.path.name)
         return assemble(file, format, given, tokenizer)
 

@@ -110,10 +110,14 @@ UNMERGED_SAYS = "of an adapter that is not merged"
 
 
 def unmerged(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
-    """The names that PEFT gave to parts of modules; none of a model with its own code, which may have such parts."""
-    if config.get("model_type") in OWN_FACTORS or config.get("auto_map"):
-        return []
-    return [name for name in names if UNMERGED.search(name)]
+    """The names that PEFT gave to parts of modules.
+
+    A model with its own code may have such parts itself (Jina's embeddings): there only `base_layer` tells.
+    """
+    found = [name for name in names if UNMERGED.search(name)]
+    own = config.get("model_type") in OWN_FACTORS
+    own = own or bool(config.get("auto_map")) and not any(".base_layer." in name for name in found)
+    return [] if own else found
 
 
 def refuse_unmerged(names: Iterable[str], config: Mapping[str, Any], source: str) -> None:

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from llmconv.checkpoint import open_checkpoint
 from llmconv.cli import main
 from llmconv.convert import extract_delta, to_hf
 from llmconv.errors import MalformedInput, UnsupportedInput
@@ -183,6 +184,17 @@ def test_no_command_goes_on_with_parts_of_an_adapter_beside_the_weights(
         assert "not merged" in result.stderr and named in result.stderr, words
         assert not Path(out).exists()
     assert CliRunner().invoke(main, ["inspect", str(folder)]).exit_code == 0
+
+
+def test_own_code_may_have_factors_but_no_base_layers(trained: Case, tmp_path: Path) -> None:
+    own = {"model.norm.parametrizations.weight.0.lora_A": torch.ones(2, 16)}  # as in Jina's embeddings
+    folder = changed(trained.base, tmp_path / "own", lambda state: state | own)
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"auto_map": {"AutoModelForCausalLM": "own.Model"}}))
+    assert own.keys() < {*open_checkpoint(folder)}
+    save_file(load_file(folder / WEIGHTS) | {f"{Q}.base_layer.weight": torch.ones(2)}, folder / WEIGHTS)
+    with pytest.raises(MalformedInput, match="contains 2 tensors of an adapter that is not merged"):
+        open_checkpoint(folder)
 
 
 @PEFT_WARNS

@@ -72,16 +72,16 @@ def _has_config(folder: Path) -> bool:
 
 
 def _holds_ranks(folder: Path) -> bool:
-    try:
-        return folder.is_dir() and any(RANK_FILE.fullmatch(entry.name) for entry in folder.iterdir())
-    except PermissionError:  # llmconv looks into every given folder, which may contain anything
-        return False
+    return folder.is_dir() and any(RANK_FILE.fullmatch(entry.name) for entry in folder.iterdir())
 
 
 def _folder_of(step: Path) -> Path | None:
     """The folder with the model: `step` or the one in it, of the model that is trained."""
     places = [step, *(step / role for role in ROLES)]
-    return next((place for place in places if _holds_ranks(place) or _holds_megatron(place)), None)
+    try:
+        return next((place for place in places if _holds_ranks(place) or _holds_megatron(place)), None)
+    except PermissionError:  # llmconv looks into every given folder, which may contain anything
+        return None
 
 
 def _holds_megatron(folder: Path) -> bool:

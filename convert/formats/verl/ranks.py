@@ -66,7 +66,7 @@ def join_ranks(source: str, files: Mapping[int, Path]) -> dict[str, Any]:
     for rank, path in files.items():
         reader = _RankFile(path, rank, len(files))
         state = reader.state()
-        if leaves and (differing := [*state.keys() ^ leaves.keys()]):
+        if leaves and (differing := sorted(state.keys() ^ leaves.keys())):
             first = next(iter(files.values())).name
             raise MalformedInput(f"not both of `{path.name}` and `{first}` have {listing(differing)}", hint=AGAIN)
         for name, value in state.items():

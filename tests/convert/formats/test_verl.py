@@ -34,6 +34,8 @@ from llmconv.convert.formats.verl.ranks import join_ranks
 from llmconv.convert.inspection import inspect
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.files import safetensors_file
+from llmconv.files.source_file import read_into
 from tests.builders.rank_saves import FIXTURES, RUNS, SIZES, Run, digests, save_run, tiny_llama
 
 CASES = [case for case in RUNS if not RUNS[case].lora]
@@ -112,6 +114,30 @@ def test_the_adapter_may_be_kept_apart(tmp_path: Path) -> None:
     }
     config = json.loads((tmp_path / "hf" / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (2, 6, ["down_proj", "q_proj"])
+
+
+def test_a_run_whose_configuration_names_code_is_merged_too(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "lora", tmp_path / "actor")
+    config = json.loads((tmp_path / "actor" / "huggingface" / "config.json").read_text())
+    written(tmp_path / "actor" / "huggingface" / "config.json", config | {"auto_map": {"AutoConfig": "x.Config"}})
+    opened = open_training(tmp_path / "actor")
+    assert any("merged into 2 weights" in warning for warning in opened.warnings)
+    assert {*opened} == {*open_training(FIXTURES / "lora")} and "auto_map" not in opened.config
+
+
+def test_opening_a_run_reads_no_weights(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spans: list[int] = []
+    read = read_into
+
+    def counting(path: Path, buffer: memoryview, offset: int) -> None:
+        spans.append(len(buffer))
+        read(path, buffer, offset)
+
+    monkeypatch.setattr(safetensors_file, "read_into", counting)
+    opened = open_training(run)
+    assert sum(spans) == 3 * 3 * 4  # the mesh, in each of three files
+    to_hf(run, tmp_path / "hf")
+    assert sum(spans) == opened.nbytes + 2 * 3 * 3 * 4
 
 
 def test_a_run_without_the_scale_of_its_adapter_is_refused(tmp_path: Path) -> None:
