@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zipfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from llmconv.files.sources import local_path, reading_safely
 from llmconv.files.torch_reader import explain_no_zip, is_torch_file, open_torch_file
 from llmconv.model_code import AUTO_MAP, has_code
 from llmconv.not_a_model_folder import (
+    NESTED,
     SUFFIXES_OF_TORCH,
     adapter_or_delta,
     foreign_file,
@@ -224,7 +226,23 @@ def _explain_folder(folder: Path) -> LlmconvError:
             f"`{folder}` contains {len(checkpoints)} checkpoint files, and not as the shards of one",
             hint=f"name the file, such as `{checkpoints[-1]}`",
         )
-    return known_refusal(folder) or _unknown(folder)
+    return known_refusal(folder) or _explain_nested(folder) or _unknown(folder)
+
+
+def _explain_nested(folder: Path) -> LlmconvError | None:
+    """The error for a step's folder with a distributed checkpoint inside, as prime-rl, NeMo RL and slime save it."""
+    from llmconv.convert.state_dicts.distributed import is_folder  # noqa: PLC0415 - only for a refusal
+
+    with suppress(PermissionError):
+        below = [entry for depth in ("*", "*/*") for entry in sorted(folder.glob(depth))[:NESTED]]
+        found = [entry for entry in below if is_folder(entry) and not training_file_kind(f"{entry.name}.pt")]
+        if found:
+            inner = found[0].relative_to(folder).as_posix()
+            return InputRefused(
+                f"`{folder.name}` is not a checkpoint itself; `{inner}` in it is a distributed one",
+                hint=f"give that folder: `{found[0]}`; `config.json` may be given with `--config`",
+            )
+    return None
 
 
 def _explain_file(path: Path) -> LlmconvError:
