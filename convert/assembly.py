@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, read_json, read_side_files
+from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, read_json, read_side_files, refuse_unmerged, unmerged
 from llmconv.convert.models.completeness import BUFFERS, as_loaded
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.models.mpt_config import enlarged
@@ -74,7 +74,8 @@ def assemble(
     """
     source, warnings = file.path.name, list[str]()
     fields = {name: value for name, value in given.items() if name != "drop"}
-    stored = stored_config(file.path)
+    home = file.home or file.path
+    stored = stored_config(home)
     settings = causal_lm_config(stored, fields, source, warnings)
     refuse_quantized(file.state, source)
     refuse_objects(file.state, source)
@@ -83,11 +84,7 @@ def assemble(
             f"the configuration of `{source}` declares it quantized",
             hint="give the weights from before quantization, and a configuration without `quantization_config`",
         )
-    if lora := [name for name in file.state if "lora_" in name]:
-        raise UnsupportedInput(
-            f"`{source}` holds LoRA matrices that are not merged: {listing(lora)}",
-            hint="merge them where it was trained, or save the adapter with PEFT and use `llmconv merge-lora`",
-        )
+    refuse_unmerged(file.state, settings, source)
     if AUTO_MAP in settings:
         tensors, dropped = select(file.state, file.tensor, source, warnings, buffers=True), list[str]()
     else:
@@ -98,7 +95,7 @@ def assemble(
     writer = settings.get("transformers_version")  # usually that which wrote the weights
     version = version or (f"transformers {writer[:20]}" if isinstance(writer, str) else "")
     more = (tuple(warnings), version, file.shards, (*contents_around(file), *dropped))
-    return Checkpoint(file.path, format, tensors, settings, side_files_of(file.path, tokenizer), *more)
+    return Checkpoint(file.path, format, tensors, settings, side_files_of(home, tokenizer), *more)
 
 
 def _native_tensors(
@@ -201,7 +198,7 @@ def opened_with_adapter(
 
     `stored` is the adapter's config; None: it is in the folder or above (else MalformedInput).
     """
-    if not stored and not any(".lora_" in name for name in tensors):
+    if not stored and not any(".lora_" in name for name in tensors) and not unmerged(tensors, {}):
         without_adapter(options, path.name)
         return open_model(tensors, None)
     from llmconv.convert.peft_runs import find_adapter, with_adapter  # noqa: PLC0415 - no other run needs them
@@ -213,15 +210,25 @@ def opened_with_adapter(
     return with_adapter(find_adapter(stored, tensors, path), options, open_model)
 
 
-def assembled_run(file: StateFile, format: str, options: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
-    """The model of a state dict, with its adapter if it is a PeftModel's; arguments and errors as in `assemble`."""
+def assembled_run(
+    file: StateFile,
+    format: str,
+    options: Mapping[str, Any],
+    tokenizer: Path | None,
+    adapter: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """The model of a state dict, with its adapter if it is a PeftModel's; arguments and errors as in `assemble`.
+
+    `adapter` is the adapter's config; None: it is in the folder or above.
+    """
     given = {name: value for name, value in options.items() if name not in OPTIONS}
-    if not any(".lora_" in name for name in file.state):
+    settings = {**stored_config(file.home or file.path), **given}
+    if not any(".lora_" in name for name in file.state) and not unmerged(file.state, settings):
         without_adapter(options, file.path.name)
         return assemble(file, format, given, tokenizer)
 
     def open_model(tensors: dict[str, LazyTensor], base: Checkpoint | None) -> Checkpoint:
-        side_files = {**(base.side_files if base else {}), **side_files_of(file.path, tokenizer)}
+        side_files = {**(base.side_files if base else {}), **side_files_of(file.home or file.path, tokenizer)}
         if not tensors:
             return Checkpoint(file.path, format, {}, {}, side_files, shards=file.shards)
         part = replace(file, state=tensors, tensor=lambda name, leaf: leaf)
@@ -230,7 +237,7 @@ def assembled_run(file: StateFile, format: str, options: Mapping[str, Any], toke
 
     warnings: list[str] = []
     tensors = select(file.state, file.tensor, file.path.name, warnings)
-    opened = opened_with_adapter(tensors, file.path, options, open_model)
+    opened = opened_with_adapter(tensors, file.path, options, open_model, adapter)
     return replace(opened, warnings=(*warnings, *opened.warnings))
 
 

@@ -17,7 +17,7 @@ from llmconv.convert.adapters.combining import DEFAULTS, MergeOptions, Recipe, r
 from llmconv.convert.adapters.edits import Edits
 from llmconv.convert.adapters.merging import merged
 from llmconv.convert.algebra import equal
-from llmconv.convert.models.completeness import check_folder, refuse_unmerged
+from llmconv.convert.models.completeness import check_folder
 from llmconv.convert.opening_adapters import open_adapters
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import Placed, output_place
@@ -157,7 +157,6 @@ def _open_base(base: str | Path, adapters: Sequence[str | Path]) -> Checkpoint:
             )
         checkpoint = open_checkpoint(path)
         require_model_type(checkpoint.config, base)
-        refuse_unmerged(checkpoint.tensors, checkpoint.config, checkpoint.path.name)
         return with_copied_code(checkpoint)
 
 

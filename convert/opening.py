@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import zipfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.causal_lm import require_model_type
+from llmconv.causal_lm import architecture, require_model_type
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, is_model_folder, open_checkpoint
 from llmconv.convert.assembly import side_files_of
 from llmconv.convert.deltas import is_recorded_delta
@@ -17,6 +18,7 @@ from llmconv.convert.formats import Format, adapter_format, by_name, detect, for
 from llmconv.convert.models.code_model import with_code
 from llmconv.convert.models.completeness import check_complete, check_folder, why_incomplete
 from llmconv.convert.models.config_file import CODE_FIELDS, OPTION, merged_configs, own_fields, trusted_code
+from llmconv.convert.models.transformers_source import auto_classes, causal_lm_classes
 from llmconv.convert.state_dicts.files import weight_files
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.packing import unpacked
@@ -26,6 +28,7 @@ from llmconv.files.sources import local_path, reading_safely
 from llmconv.files.torch_reader import explain_no_zip, is_torch_file, open_torch_file
 from llmconv.model_code import AUTO_MAP, has_code
 from llmconv.not_a_model_folder import (
+    NESTED,
     SUFFIXES_OF_TORCH,
     adapter_or_delta,
     foreign_file,
@@ -122,7 +125,11 @@ def open_format(
 
         quantized = quantized_checkpoint(opened)
         plain = quantized.plain if quantized else opened
-    notes = check_complete(plain.tensors, plain.config, name) if opened.tensors else []
+    # a class that is neither the causal one of its type nor an encoder's: one with images, a classifier
+    named, kind = architecture(plain.config), str(plain.config.get("model_type"))
+    other = named not in ("", causal_lm_classes().get(kind)) and named not in auto_classes("MASKED_LM").values()
+    check = check_folder if other and not plain.config.get(AUTO_MAP) else check_complete
+    notes = check(plain.tensors, plain.config, name) if opened.tensors else []
     return replace(opened, warnings=(*opened.warnings, *notes))
 
 
@@ -219,7 +226,23 @@ def _explain_folder(folder: Path) -> LlmconvError:
             f"`{folder}` contains {len(checkpoints)} checkpoint files, and not as the shards of one",
             hint=f"name the file, such as `{checkpoints[-1]}`",
         )
-    return known_refusal(folder) or _unknown(folder)
+    return known_refusal(folder) or _explain_nested(folder) or _unknown(folder)
+
+
+def _explain_nested(folder: Path) -> LlmconvError | None:
+    """The error for a step's folder with a distributed checkpoint inside, as prime-rl, NeMo RL and slime save it."""
+    from llmconv.convert.state_dicts.distributed import is_folder  # noqa: PLC0415 - only for a refusal
+
+    with suppress(PermissionError):
+        below = [entry for depth in ("*", "*/*") for entry in sorted(folder.glob(depth))[:NESTED]]
+        found = [entry for entry in below if is_folder(entry) and not training_file_kind(f"{entry.name}.pt")]
+        if found:
+            inner = found[0].relative_to(folder).as_posix()
+            return InputRefused(
+                f"`{folder.name}` is not a checkpoint itself; `{inner}` in it is a distributed one",
+                hint=f"give that folder: `{found[0]}`; `config.json` may be given with `--config`",
+            )
+    return None
 
 
 def _explain_file(path: Path) -> LlmconvError:

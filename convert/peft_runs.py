@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.causal_lm import require_model_type
-from llmconv.checkpoint import Checkpoint, open_checkpoint
+from llmconv.checkpoint import Checkpoint, open_checkpoint, unmerged
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.edits import base_in_memory
 from llmconv.convert.adapters.lora_config import FORMULA, AdapterFields, parse_config
@@ -66,6 +66,14 @@ def find_adapter(stored: Mapping[str, Any], tensors: Mapping[str, LazyTensor], p
     trained parts that were not saved.
     """
     config, _ = without_code(dict(stored))
+    if not config:
+        names = listing(unmerged(tensors, {}))
+        raise MalformedInput(
+            f"`{path.name}` holds tensors of an adapter that is not merged, and their scale is unknown: {names}",
+            hint="put the run's `adapter_config.json` next to it; of Composer, give one saved with its `integrations`",
+        )
+    if not any(name.startswith(PREFIX) for name in tensors):  # the inner model of a PeftModel, saved alone
+        tensors = {PREFIX + name: tensor for name, tensor in tensors.items()}
     _require(path, config, tensors)
     base: dict[str, LazyTensor] = {}
     adapter: dict[str, LazyTensor] = {}
@@ -104,11 +112,6 @@ def _base_name(name: str) -> str:
 
 
 def _require(path: Path, config: Mapping[str, Any], tensors: Mapping[str, LazyTensor]) -> None:
-    if not config:
-        raise MalformedInput(
-            f"`{path.name}` holds LoRA tensors and no `peft_config`, so their scale is unknown",
-            hint="put the run's `adapter_config.json` next to it; of Composer, give one saved with its `integrations`",
-        )
     if (kind := config.get("peft_type")) != "LORA":
         raise UnsupportedInput(f"the adapter in `{path.name}` has `peft_type` {kind!r}, not 'LORA'", hint=FORMULA)
     if not any(".lora_" in name for name in tensors):

@@ -95,12 +95,48 @@ def has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (SINGLE, INDEX, RANGES))
 
 
+# Parts of a module that PEFT wrapped: its weight before training, and what the tuners train (PEFT `tuners/*/layer.py`,
+# `adapter_layer_names`; `utils/other.py`), followed by the adapter's label or not
+UNMERGED = re.compile(
+    r"\.(?:base_layer|original_module|modules_to_save|lora_(?:[ABE]|embedding_[AB]|magnitude_vector)|ia3_l"
+    r"|p?vera_(?:[AB]|lambda_[bd])|vblora_(?:logits_[AB]|vector_bank)|hada_[tw][12](?:_[ab])?|lokr_[tw][12](?:_[ab])?"
+    r"|oft_(?:embedding_)?R|boft_[Rs]|randlora_(?:[AB]|lambda|gamma)|fourierft_spectrum|waveft_spectrum|hra_u|c3a_kernel"
+    r"|bone_block|miss_block|shira_weight|road_(?:theta|alpha)|gralora_[AB](?:_general)?|hira_(?:embedding_)?[AB]"
+    r"|delora_(?:[AB]|lambda)|ln_tuning_layers|trainable_tokens_(?:delta|original))(?:\.|$)"
+)
+OWN_FACTORS = ("phi4_multimodal", "phi4mm")
+"""Types whose published weights have factors of their own, which the model's code adds."""
+UNMERGED_SAYS = "of an adapter that is not merged"
+
+
+def unmerged(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
+    """The names that PEFT gave to parts of modules.
+
+    A model with its own code may have such parts itself (Jina's embeddings): there only `base_layer` tells.
+    """
+    found = [name for name in names if UNMERGED.search(name)]
+    own = config.get("model_type") in OWN_FACTORS
+    own = own or bool(config.get("auto_map")) and not any(".base_layer." in name for name in found)
+    return [] if own else found
+
+
+def refuse_unmerged(names: Iterable[str], config: Mapping[str, Any], source: str) -> None:
+    """MalformedInput, listing them, for parts of an adapter among the tensors of a model."""
+    if found := unmerged(names, config):
+        raise MalformedInput(
+            f"`{source}` contains {len(found)} tensors {UNMERGED_SAYS}: {listing(found)}",
+            hint=f"with the run's `{ADAPTER_CONFIG}` in the folder `llmconv to-hf` merges LoRA; else merge it where it "
+            "was trained (PEFT's `merge_and_unload` before `save_pretrained`)",
+        )
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens a Hugging Face folder; raises InputRefused or MalformedInput."""
+    """Opens a Hugging Face folder; raises InputRefused or MalformedInput, also for an adapter that is not merged."""
     if not (path / "config.json").is_file():
         raise refused_model(path)
     config = read_json(own_file(path, "config.json"))
     tensors = open_weights(path)
+    refuse_unmerged(tensors, config, path.name)
     paths = {name: getattr(tensor, "path", None) for name, tensor in tensors.items()}
     files = {name: found.name for name, found in paths.items() if found}
     version = config.get("transformers_version")

@@ -90,6 +90,7 @@ OTHER_FILES = {
 ONNX_ADAPTER = b"TORT"  # bytes 4 to 8 of onnxruntime's adapter files
 TO_HF = "convert a training checkpoint first: `llmconv to-hf SOURCE -o OUT`"
 SUFFIXES_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
+NESTED = 100  # most folders of a folder that are looked into for models
 TRAINER_FOLDER = re.compile(r"checkpoint-(\d+)")
 # names of torch files that are not weights
 KINDS = {
@@ -99,6 +100,7 @@ KINDS = {
     "the learning-rate schedule": re.compile(r"(?:lr_)?scheduler.*"),
     "the loss scale": re.compile(r"(?:grad_)?scaler.*"),
     "random number states": re.compile(r"(?:rng|random)_state.*|rank-specific.*"),
+    "the schedule and random number states": re.compile(r"extra_state_world_size_.*"),
     "the trainer's state": re.compile(r"trainer_state\.json|training_args\.bin|.*\.other\.pth"),
     "the data loader's state": re.compile(r"(?:sampler|dl_state_dict)(?:_\d+)?\.bin"),
     "objects registered for checkpointing": re.compile(r"custom_checkpoint_\d+\.pkl"),
@@ -204,6 +206,10 @@ def adapter_or_delta(folder: Path) -> InputRefused | None:
         message = f"`{folder}` is a delta, not a model"
         return UnsupportedInput(message, hint=f"use `llmconv delta apply BASE {folder} -o OUT`")
     if (folder / "adapter_config.json").is_file():
+        names = {entry.name for entry in folder.iterdir()}
+        if names & MODEL_WEIGHTS and not any(name.startswith("adapter_model.") for name in names):
+            problem = f"`{folder}` holds a model with an adapter that may not be merged"
+            return UnsupportedInput(problem, hint=f"merge it first: `llmconv to-hf {folder} -o OUT`")
         base = adapter_base(folder)
         of = f" of `{base}`" if base else ""
         problem = f"`{folder}` is an adapter{of}, not a model"
@@ -278,6 +284,9 @@ def _folders_inside(folder: Path, names: set[str]) -> InputRefused | None:
         hint = f"give one of them, such as the last one: `{folder / f'checkpoint-{steps[-1]}'}`"
         return InputRefused(f"`{folder}` contains {len(steps)} Trainer checkpoint(s), but no model itself", hint=hint)
     found = {name: mark for name in sorted(names) if (mark := _mark(folder / name))}
+    if not found:  # prime-rl has `weights/step_10`, others `checkpoints/step_10`
+        below = [one for name in sorted(names)[:NESTED] for one in sorted((folder / name).glob("*"))[:NESTED]]
+        found = {one.relative_to(folder).as_posix(): mark for one in below if (mark := _mark(one))}
     if not found:
         return None
     shown = ", ".join(f"`{name}` ({mark})" for name, mark in list(found.items())[:5])

@@ -86,6 +86,11 @@ GIVEN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
     "a Trainer's output": (trainer, "contains 3 Trainer checkpoint(s)", "checkpoint-1000`"),
     "an adapter": (adapter, "is an adapter of `acme/tiny`, not a model", "llmconv merge-lora acme/tiny"),
     "a model and an adapter inside": (outputs, "`lora` (an adapter), `merged` (a model)", "merged`"),
+    "models two folders below": (
+        lambda path: model(path / "weights" / "step_10").parents[1],
+        "is not a model itself; it contains `weights/step_10` (a model)",
+        "weights/step_10`",
+    ),
     "a delta": (lambda path: files(path, delta__json="{}"), "is a delta, not a model", "llmconv delta apply BASE"),
     "torch weights": (
         lambda path: files(path, config__json=CONFIG, pytorch_model__bin=b"x"),

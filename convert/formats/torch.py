@@ -19,6 +19,8 @@ from llmconv.files.torch_reader import is_torch_file
 def _detect(path: Path) -> bool:
     if path.is_dir():
         return state_files.is_bin_folder(path) and not any(_of_others(one) for one in state_files.model_files(path)[:1])
+    if state_files.RANK_FILE.fullmatch(path.name):
+        return False
     found = state_files.peek_state(path) if path.is_file() else None
     is_own = found is not None and owner(found) is None and state_files.has_hugging_face_names(found)
     return is_own or (state_files.is_shard(path) and is_torch_file(path) and not _of_others(path))

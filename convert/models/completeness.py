@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmconv.causal_lm import architecture, mtp_tensors
+from llmconv.checkpoint import UNMERGED_SAYS, refuse_unmerged
 from llmconv.convert.models import blueprint as blueprints
 from llmconv.convert.models.transformers_source import causal_lm_classes, model_names
 from llmconv.errors import MalformedInput, listing
@@ -38,8 +39,6 @@ BUFFERS: tuple[tuple[str, re.Pattern[str], tuple[int, ...]], ...] = (
 # `vocab_size_per_layer_input` of Gemma 3n, is none
 COUNTS, COUNT_LIMIT = re.compile(r"^(?!.*(?:size|dim|vocab|length)).*(?:layer|depth|blocks|experts)"), 4096
 EXPERT_LIMIT = 1 << 14  # of Doge, whose experts are rows of an embedding
-# Parts of a module that PEFT wrapped: its weight before training, and the factors of the update
-UNMERGED = re.compile(r"\.(?:lora_(?:[AB]|embedding_[AB]|magnitude_vector)|base_layer)(?:\.|$)")
 # Fields whose value is one number, flag or name
 SCALARS = re.compile(r"_(?:act|function|bias|type|eps|embeddings|theta)$")
 
@@ -160,26 +159,6 @@ def _checked_folder(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]
         if architecture(config) == causal_lm_classes().get(str(config.get("model_type"))):
             raise problem from None
         raise
-
-
-UNMERGED_SAYS = "of an adapter that is not merged"
-
-
-def refuse_unmerged(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> None:
-    """MalformedInput, listing them, for adapter factors in a model; one with its own code may have such parts."""
-    found = [name for name in tensors if UNMERGED.search(name)]
-    plan = blueprints.blueprint(config) if found else None
-    has_such_parts = plan and any(UNMERGED.search(name) for name in plan.shapes)
-    if found and not config.get(AUTO_MAP) and not has_such_parts and config.get("model_type") not in OWN_FACTORS:
-        raise MalformedInput(
-            f"`{source}` contains {len(found)} tensors {UNMERGED_SAYS}: {listing(found)}",
-            hint="merge it where it was trained (PEFT's `merge_and_unload` before `save_pretrained`), or save the "
-            "adapter alone and give it to `llmconv merge-lora BASE ADAPTER -o OUT`",
-        )
-
-
-OWN_FACTORS = ("phi4_multimodal", "phi4mm")
-"""Types whose published weights have factors of their own, which the model's code adds."""
 
 
 def _passed_over(names: Sequence[str]) -> list[str]:

@@ -48,6 +48,7 @@ class StateFile:
     # the dict that contains the state dict; empty if there is none
     around: Mapping[Any, Any] = field(default_factory=dict, repr=False)
     shards: int = 1
+    home: Path | None = None  # where the configuration and the tokenizer are; None: at or next to `path`
 
     def tensors(self) -> dict[str, LazyTensor]:
         """Name to tensor; UnsupportedInput if there is another object or the tensors are quantized."""
@@ -185,6 +186,8 @@ def has_hugging_face_names(found: StateFile) -> bool:
     return any(EMBEDDING.search(name) for name in found.state)
 
 
+# One rank's part of a model, as verl and SkyRL save it: ranks in all, and its own number
+RANK_FILE = re.compile(r"model_world_size_([1-9]\d{0,6})_rank_(0|[1-9]\d{0,6})\.pt")
 BINS = ("pytorch_model.bin", "pytorch_model_fsdp.bin")  # the whole model; a Trainer with FSDP writes the second
 # DeepSpeed's own files, in the folder or one level below: the format `deepspeed` reads their float32 weights
 RANK_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_\d+_mp_rank_\d+_.*\.pt|mp_rank_\d+_model_states\.pt")

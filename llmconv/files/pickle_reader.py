@@ -165,6 +165,14 @@ def _encode(text: str, encoding: str = "utf-8") -> bytes:
     return text.encode("latin1")
 
 
+def _with_state(function: Any, _kind: Any, args: Any, state: Any = None) -> Any:
+    """A call and the attributes of its result, which a stub of a subclass (`DTensor`, `ShardedTensor`) keeps."""
+    made = _record(function, args)
+    if isinstance(made, Stub):
+        made.state = state
+    return made
+
+
 def _first(value: Any, *_rest: Any) -> Any:
     return value
 
@@ -176,7 +184,7 @@ RECORDS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v3": _tensor,
     "torch._utils._rebuild_parameter": _first,
     "torch._utils._rebuild_parameter_with_state": _first,
-    "torch._tensor._rebuild_from_type_v2": lambda function, _kind, args, _state=None: _record(function, args),
+    "torch._tensor._rebuild_from_type_v2": _with_state,
     "collections.OrderedDict": lambda pairs=(): make_dict([one for first, second in pairs for one in (first, second)]),
     "torch.Size": lambda sizes=(): tuple(sizes),
     "_codecs.encode": _encode,

@@ -17,12 +17,14 @@ from llmconv.convert.formats.gguf.importance import read_importance
 from llmconv.convert.formats.gguf.save import _value
 from llmconv.convert.formats.mindformers.mindspore import read_ckpt, read_strategy
 from llmconv.convert.formats.paddle.read import open_pdparams
+from llmconv.convert.formats.verl.ranks import join_ranks
 from llmconv.convert.inspection import inspect
 from llmconv.convert.models.config_file import read_config_file
 from llmconv.convert.opening import open_format
 from llmconv.convert.state_dicts.distributed import TensorItem, named_leaves, open_folder
 from llmconv.convert.state_dicts.files import torch_tensors
 from llmconv.convert.tokenizers import parse_sentencepiece, parse_tiktoken, tiktoken_json, tokenizer_json
+from llmconv.errors import LlmconvError
 from llmconv.files import packing
 from llmconv.files.packing import RECORD, find_codec, is_tar
 from llmconv.files.pickle_reader import read_pickle
@@ -35,6 +37,8 @@ from llmconv.runtime.onnxruntime.guard import load_guarded, weight_bytes
 from llmconv.runtime.onnxruntime.lora_names import encode_adapter, read_adapter
 from llmconv.runtime.onnxruntime.session_file import read_session_file
 from llmconv.serve.openai_schema import ApiError, chat_request, completion_request, parse_json
+from llmconv.tensors import LazyTensor
+from tests.builders.rank_saves import FIXTURES
 from tests.fuzz.seeds import (
     GGUF_WORDS,
     GRAPH,
@@ -69,7 +73,7 @@ from tests.fuzz.seeds import (
     with_keys,
 )
 from tests.fuzz.target import Target, built, others, run_target
-from tests.hostile import honest
+from tests.hostile import honest, ranks
 from tests.hostile.dcp import folder_of
 
 
@@ -111,6 +115,28 @@ def tensors_of(path: Path) -> None:
     for keys, item in named_leaves(folder.tree):
         if isinstance(item, TensorItem) and item.dtype:
             folder.tensor(str(keys), item)
+
+
+def pickle_of(run: str) -> bytes:
+    """The pickle of rank 1 of a genuine run."""
+    return ranks.members_of(ranks.rank_file(FIXTURES / run, 1))["x/data.pkl"]
+
+
+def read_ranks(path: Path) -> None:
+    """The tensors of each genuine run, with this pickle in the file of rank 1."""
+    problems = []
+    for run in (ranks.MESH, ranks.GROUP, ranks.GRID):
+        files = {rank: file for rank, file in enumerate(sorted((FIXTURES / run).glob("model_*.pt")))}
+        parts = ranks.members_of(files[1]) | {"x/data.pkl": path.read_bytes()}
+        try:
+            joined = join_ranks("x", files | {1: honest.repacked(path.parent, parts)})
+            for tensor in joined.values():
+                if isinstance(tensor, LazyTensor):
+                    tensor.read()
+        except LlmconvError as problem:
+            problems.append(problem)
+    if len(problems) == 3:
+        raise problems[-1]
 
 
 def request(path: Path) -> None:
@@ -189,6 +215,20 @@ TARGETS: dict[str, Target] = {
         lambda: [built(megatron, "model_optim_rng.pt")],
         read_megatron,
         words=(*OPCODES, b"num_layers", b"kv_channels", b"num_experts", b"swiglu", b"window_size", b"linear_qkv"),
+    ),
+    "ranks": Target(
+        "data.pkl",
+        lambda: [pickle_of(run) for run in (ranks.MESH, ranks.GROUP, ranks.GRID)],
+        read_ranks,
+        words=(
+            *OPCODES,
+            b"placement_types\nShard\n",
+            b"K\x00",
+            b"K\x02\x85",
+            b"split_factor",
+            b"shard_offsets",
+            b"shape",
+        ),
     ),
     "mindspore": Target("x.ckpt", lambda: [built(honest.mindspore, "x.ckpt")], read_ckpt),
     "paddle": Target(

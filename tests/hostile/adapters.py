@@ -314,7 +314,7 @@ CASES: dict[str, Case] = {
     ),
     "base's config: architectures is a number": adapter(None, config={"architectures": 7}),
     "base's config: model_type is a list": adapter("`model_type` that is a list", config={"model_type": ["llama"]}),
-    "run: os.system for the settings": run("attack|not 'LORA'|no `peft_config`", "os.system"),
+    "run: os.system for the settings": run("attack|not 'LORA'|scale is unknown", "os.system"),
     "run: exponential pattern": run(None, {"rank_pattern": {"((.+)+)+[^j]": 2}}),
     "run: alpha of 400 digits": run("over the limit", {"lora_alpha": HUGE}),
     "run: alpha that is a list": run(ODD, {"lora_alpha": [[LONG]]}),

@@ -168,6 +168,7 @@ def hugging_face_name(name: str, model_type: str) -> str | None:
 
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
+VERL_STEP = "global_step_"  # begins the folders next to verl's file of that name
 ITERATION = re.compile(r"iter_(\d{7,12})")
 RANK = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?(?:_(\d{3,5}))?|tp_rank_(\d{2,5})_pp_rank_(\d{3,5})")
 # A rank's file; the second if the distributed optimizer of 2022 kept its part elsewhere, the third in NeMo 1
@@ -198,7 +199,7 @@ def is_save(path: Path) -> bool:
         return (
             _is_rank_folder(path)
             or _is_place(path)
-            or (path / TRACKER).is_file()
+            or ((path / TRACKER).is_file() and not any(path.glob(f"{VERL_STEP}*")))
             or any(map(_is_place, _iterations(path)))
         )
     except PermissionError:  # llmconv looks into every given folder, which may contain anything

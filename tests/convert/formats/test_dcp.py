@@ -191,7 +191,7 @@ def test_an_optimizers_folder_is_refused(tmp_path: Path, config: tuple[Path, ...
 
 def test_lora_without_its_config_is_refused(tmp_path: Path, config: tuple[Path, ...]) -> None:
     state = {**state_dict(), "model.layers.0.self_attn.q_proj.lora_A.default.weight": torch.ones(2, 4)}
-    with pytest.raises(MalformedInput, match="LoRA"):
+    with pytest.raises(MalformedInput, match="adapter that is not merged"):
         opened(save(tmp_path / "x", {"model": state}), config)
 
 
@@ -201,3 +201,13 @@ def test_lora_without_its_config_is_refused(tmp_path: Path, config: tuple[Path, 
 def test_one_format_claims_a_folder(dcp: Path, case: str) -> None:
     claims = [name for name, format in formats().items() if format.detect(dcp.parent / case)]
     assert claims == [case.partition("/")[0]]
+
+
+@pytest.mark.parametrize("place", ["trainer", "policy/weights"])
+def test_the_folder_of_a_step_names_the_checkpoint_inside(place: str, dcp: Path, tmp_path: Path) -> None:
+    inner = shutil.copytree(next((dcp / "fsdp_llama").rglob(".metadata")).parent, tmp_path / "step_10" / place)
+    with pytest.raises(
+        InputRefused, match=f"`step_10` is not a checkpoint itself; `{place}` in it is a distributed one"
+    ) as caught:
+        open_training(tmp_path / "step_10")
+    assert str(inner) in caught.value.hint
