@@ -2,7 +2,8 @@
 
 Scales are those of `compressed_tensors` (`quantization/utils/helpers.py`, `calculate_qparams` and `generate_gparam`) of
 the extreme values, in the dtype of the weight. Codes are the nearest to the weight divided by its stored scale; the
-quotient is float32, as in the package's GPU kernels, for its CPU code rounds that of a bfloat16 weight twice.
+quotient is float32, as in the package's GPU kernels, for its CPU code rounds that of a bfloat16 weight twice. Exponents
+of MXFP4 are those of float32, too: in float16 the package has none below 2^-24, and takes 2^0.
 """
 
 from __future__ import annotations

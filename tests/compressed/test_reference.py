@@ -16,7 +16,7 @@ from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # pydantic's, when the package is imported
     from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization import QuantizationScheme
     from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
@@ -79,6 +79,8 @@ def expected(name: str, weight: torch.Tensor, joined: torch.Tensor) -> dict[str,
     """What the package makes of a weight; its quotients are those of float32, as its GPU kernels compute them."""
     scheme = preset(name)
     args = scheme.weights
+    if name == "mxfp4":  # in float16 the package loses exponents below 2^-24, and takes 1 for them
+        weight = weight.float()
     whole = generate_gparam(joined.amin(), joined.amax()) if args.strategy == "tensor_group" else None
     scale, _ = calculate_qparams(*extremes(weight, args), args, global_scale=whole)
     state = {"weight": weight.float(), "weight_scale": scale.float()}
@@ -124,7 +126,7 @@ def test_scales_read_before_codes_are_the_same() -> None:
 @pytest.mark.parametrize("name", ["w4a16", "w4a16-asym"])
 def test_integers_are_packed_as_the_package_packs_them(name: str) -> None:
     weight = odd_weight("bfloat16")
-    weight[5] = weight[0]
+    weight[3:6] = weight[0]  # a range below 1e-30 counts as zero
     found = {key: torch.from_numpy(_plain(tensor)) for key, tensor in made(name, weight, method="rtn").items()}
     state = {key.removeprefix("x."): tensor for key, tensor in found.items()}
     state["weight_scale"] = state["weight_scale"].to(torch.float32)
@@ -146,5 +148,4 @@ def _plain(tensor: LazyTensor) -> Any:
 def test_fields_are_those_of_the_preset(name: str) -> None:
     scheme = scheme_of(name)
     content = scheme.settings(["lm_head"])["config_groups"]["group_0"]
-    assert QuantizationScheme(**{**content, "format": None}) == preset(name)
-    assert QuantizationArgs(**scheme.weights) == preset(name).weights
+    assert QuantizationScheme(**{**content, "format": None}).model_dump() == preset(name).model_dump()
