@@ -69,7 +69,7 @@ def select(
     Raises UnsupportedInput: none is left, or stacked experts of an unknown layout; UsageProblem: a pattern is invalid
     or matches nothing.
     """
-    tensors = dict(_one_by_one(stored, config))
+    tensors = dict(one_by_one(stored, config))
     matrices = {name: one for name, one in tensors.items() if is_matrix(name, one) and not is_conv1d(config, name)}
     mtp, excluded = {*mtp_tensors(tensors, config)}, _excluded(exclude, tensors)
     wanted = {
@@ -123,7 +123,7 @@ def _excluded(patterns: Sequence[str], tensors: Mapping[str, LazyTensor]) -> set
     return {name for name in tensors if any(matches(EXCLUDE, pattern, name, time) for pattern in patterns)}
 
 
-def _one_by_one(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> Iterator[tuple[str, LazyTensor]]:
+def one_by_one(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> Iterator[tuple[str, LazyTensor]]:
     """The tensors, with stacked experts under the names that releases for vLLM have."""
     for name, tensor in tensors.items():
         found = STACKED.fullmatch(name)
