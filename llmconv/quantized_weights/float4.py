@@ -14,13 +14,17 @@ from typing import Self
 
 import numpy as np
 
-from llmconv.quantized_weights.methods.mxfp4 import BIAS, BOUNDS, SIZES, TABLE
 from llmconv.quantized_weights.packed_weight import PackedWeight, finite, part, refuse, require
 from llmconv.tensors import Array, LazyTensor
 
 PACKED, SCALE, GLOBAL = ".weight_packed", ".weight_scale", ".weight_global_scale"
 NV, MX = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 GROUPS = {NV: 16, MX: 32}
+# the values of the codes without their sign bit (E2M1, OCP Microscaling)
+SIZES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+BOUNDS = (SIZES[:-1] + SIZES[1:]) / 2
+TABLE = np.concatenate([SIZES, -SIZES])
+BIAS = 127  # of exponents
 E4M3 = np.arange(0x7F, dtype=np.uint8)  # the codes of the numbers from 0 to 448
 
 

@@ -119,12 +119,12 @@ class CompressedFolder:
         }:
             yield f"`{FIELD}` is not that of `{self.scheme.name}`"
             return
-        modules = {
-            name.removesuffix(".weight") for name, one in self.stored.stored.items() if self._is_plain(name, one)
-        }
+        plain = {name: one for name, one in self.stored.stored.items() if name not in self.stored.weights}
+        modules = {name.removesuffix(".weight") for name, one in plain.items() if is_matrix(name, one)}
         if missing := sorted(modules - {*ignore}):
             yield f"`ignore` lacks `{missing[0]}`, which is not quantized ({len(missing)} of such)"
-        if wrong := sorted(name for name in self.stored.weights if name.removesuffix(".weight") in ignore):
+        coded = {name.removesuffix(".weight") for name in self.stored.weights}
+        if wrong := sorted(coded & {*ignore}):
             yield f"`ignore` has `{wrong[0]}`, which is quantized ({len(wrong)} of such)"
 
     def _names(self) -> Iterator[str]:
