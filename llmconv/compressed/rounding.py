@@ -12,12 +12,14 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 
 import ml_dtypes
 import numpy as np
 
 from llmconv.export.quantization.block_rounding import BlockFormat
 from llmconv.export.quantization.quantized_tensor import (
+    BFLOAT16,
     CODES,
     ELEMENTS,
     SCALES,
@@ -28,7 +30,13 @@ from llmconv.export.quantization.quantized_tensor import (
     widened,
 )
 from llmconv.quantized_weights.packed_weight import float8, pack
-from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, in_memory
+from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, as_bytes, in_memory
+
+compiled: ModuleType | None
+try:
+    import llmconv.compressed._block_codes as compiled
+except ImportError:  # llmconv was installed without a C compiler
+    compiled = None
 
 Parts = dict[str, LazyTensor]  # the tensors of a weight by the ends of their names, such as `.weight_scale`
 
@@ -78,11 +86,10 @@ class PerBlock:
         first = start
         while first < stop:
             last = min((first // height + step // height) * height, stop)
-            values = self._read(first, last)
+            values = self._weight.rows(first, last)
             scales = self._chosen(first, last, values)
-            result[first - start : last - start] = _rounded(
-                values, _spread(scales, self._block, first, values), self._codes
-            )
+            scales = scales[np.arange(first, last) // height - first // height]
+            result[first - start : last - start] = encode(values, scales, self._block[1], self._codes)
             first = last
         return result
 
@@ -95,9 +102,6 @@ class PerBlock:
                     require_kept(self._kept[1], self._weight.dtype, self._name)
                 self._kept = None
         return scales.astype(self._weight.dtype.numpy)
-
-    def _read(self, start: int, stop: int) -> Array:
-        return widened(self._weight.rows(start, stop), self._name)
 
     def _chosen(self, start: int, stop: int, values: Array | None) -> Array:
         """The scales of the blocks with rows `start:stop`, float32 [blocks, blocks of columns]; chosen once."""
@@ -121,8 +125,13 @@ class PerBlock:
             above = max(above, at + 1)
             first, last = at * height, min(above * height, rows)
             inside = values is not None and start <= first and last <= stop
-            block = values[first - start : last - start] if inside and values is not None else self._read(first, last)
-            wanted = _peaks(block, self._block) / REACH[self._codes.name]
+            block = (
+                values[first - start : last - start]
+                if inside and values is not None
+                else self._weight.rows(first, last)
+            )
+            by_row = peaks(block, self._block[1], self._name)
+            wanted = np.maximum.reduceat(by_row, np.arange(0, len(block), height), axis=0) / REACH[self._codes.name]
             found = cast_scales(wanted, self._weight.dtype)
             squares[at:above] = squares_lost(wanted, found)
             grid[at:above] = np.where(found == 0, epsilon(self._weight.dtype), found)
@@ -131,36 +140,52 @@ class PerBlock:
         return grid[begin:end]
 
 
-def _peaks(values: Array, block: tuple[int, int]) -> Array:
-    """The largest magnitude of each block of rows that begin with one, float32 [blocks, blocks of columns]."""
-    height, width = block
-    if width >= values.shape[1]:
-        by_columns = np.maximum(values.max(axis=1), -values.min(axis=1))[:, None]
-    else:
-        at = np.arange(0, values.shape[1], width)
-        by_columns = np.maximum.reduceat(np.abs(values), at, axis=1)
-    return by_columns if height == 1 else np.maximum.reduceat(by_columns, np.arange(0, len(values), height), axis=0)
+def encode(rows: Array, scales: Array, width: int, codes: DType) -> Array:
+    """Rows divided by the float32 scales of groups of `width` columns, as codes: to nearest even, within the range.
 
-
-def _spread(scales: Array, block: tuple[int, int], start: int, values: Array) -> Array:
-    """Scales of blocks, the first with row `start`, for each value: [rows, K] or [rows, 1]."""
-    height, width = block
-    if height > 1:
-        scales = scales[np.arange(start, start + len(values)) // height - start // height]
-    return scales if width >= values.shape[1] else np.repeat(scales, width, axis=1)[:, : values.shape[1]]
-
-
-def _rounded(values: Array, scales: Array, dtype: DType) -> Array:
-    """float32 values divided by their scales, as codes: to nearest even, within the range."""
+    Of float8_e4m3fn and int8 an array of the shape of the rows; of uint8 pairs of e2m1 [rows, columns/2].
+    """
+    words = _words(rows)
+    shape = (len(rows), rows.shape[1] // 2) if codes == UINT8 else rows.shape
+    found = np.empty(shape, codes.numpy)
+    if compiled and found.size:
+        given = words.dtype.itemsize, rows.shape[1], min(width, rows.shape[1]), KINDS.index(codes.name)
+        compiled.codes(as_bytes(words), np.ascontiguousarray(scales), as_bytes(found), *given)
+        return found
+    spread = scales if scales.shape[1] == 1 else np.repeat(scales, width, axis=1)[:, : rows.shape[1]]
     with np.errstate(over="ignore"):  # beside a scale that is rounded down to almost nothing
-        quotients = values / scales
-    if dtype == FLOAT8:
-        reach = REACH[dtype.name]
-        return float8(np.clip(quotients, -reach, reach, out=quotients)).view(dtype.numpy)
-    np.rint(np.clip(quotients, -128, 127, out=quotients), out=quotients)
-    return quotients.astype(np.int8)
+        quotients = widened(rows) / spread
+    if codes == UINT8:
+        nibbles = float4(np.clip(quotients, -SIX, SIX, out=quotients))
+        found[:] = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+    elif codes == FLOAT8:
+        reach = REACH[codes.name]
+        found[:] = float8(np.clip(quotients, -reach, reach, out=quotients)).view(codes.numpy)
+    else:
+        found[:] = np.rint(np.clip(quotients, -128, 127, out=quotients))
+    return found
 
 
+def peaks(rows: Array, width: int, name: str) -> Array:
+    """The largest magnitudes of groups of `width` columns, float32 [rows, groups]; InputRefused if not finite."""
+    columns = rows.shape[1]
+    found = np.empty((len(rows), -(-columns // width)), np.float32)
+    words = _words(rows)
+    if compiled and found.size:
+        compiled.peaks(as_bytes(words), found, words.dtype.itemsize, columns, min(width, columns))
+    else:
+        found = np.maximum.reduceat(np.abs(widened(rows)), np.arange(0, columns, width), axis=1)
+    if not np.isfinite(found).all():
+        widened(rows, name)  # refuses them
+    return found
+
+
+def _words(rows: Array) -> Array:
+    """bfloat16 and float32 as they are, others as float32."""
+    return np.ascontiguousarray(rows if rows.dtype == BFLOAT16 else widened(rows))
+
+
+KINDS = ("float8_e4m3fn", "int8", "uint8")
 SIX, PRODUCT = np.float32(6), np.float32(2688)  # the largest e2m1; the product of the largest e2m1 and e4m3
 ONE = 0x3F800000  # the bits of 1.0 in float32
 
@@ -178,12 +203,6 @@ def float4(values: Array) -> Array:
     )  # the exponent's bias: 127 to 1
     codes: Array = np.where(size < ONE, halves, normal) | (bits >> 28 & 8) * (size != 0)
     return codes.astype(np.uint8)
-
-
-def packed4(codes: Array) -> Array:
-    """Codes of 4 bits uint8 [rows, K] as bytes [rows, K/2], the first in the low half."""
-    found: Array = codes[:, 0::2] | codes[:, 1::2] << 4
-    return found
 
 
 @dataclass
@@ -205,11 +224,8 @@ class SharedPeak:
 
 def largest(name: str, weight: LazyTensor) -> np.float32:
     """The largest magnitude in a weight, which must be finite."""
-    found = np.float32(0)
-    for start, stop in weight.blocks(ELEMENTS * weight.dtype.itemsize):
-        values = widened(weight.rows(start, stop), name)
-        found = max(found, np.float32(values.max(initial=0)), np.float32(-values.min(initial=0)))
-    return found
+    blocks = weight.blocks(ELEMENTS * weight.dtype.itemsize)
+    return np.float32(max(peaks(weight.rows(*block), weight.shape[1], name).max() for block in blocks))
 
 
 class Float4:
@@ -218,30 +234,23 @@ class Float4:
     def __init__(self, name: str, weight: LazyTensor, size: int) -> None:
         self._name, self._weight, self._size = name, weight, size
 
-    def _groups(self, start: int, stop: int) -> Array:
-        """float32 [rows, groups, size]."""
-        values = widened(self._weight.rows(start, stop), self._name)
-        return values.reshape(stop - start, -1, self._size)
-
     def _packed(self, effective: Callable[[Array], Array], start: int, stop: int) -> Array:
-        """Codes of rows, whose `effective` scales [rows, groups] are a function of the values."""
+        """Codes of rows, whose `effective` scales [rows, groups] are a function of the largest magnitudes."""
         rows, columns = self._weight.shape
         result = np.empty((stop - start, columns // 2), np.uint8)
         step = max(1, ELEMENTS // columns)
         for first in range(start, stop, step):
-            last = min(first + step, stop)
-            values = self._groups(first, last)
-            with np.errstate(over="ignore"):
-                quotients = values / effective(values)[..., None]
-            codes = float4(np.clip(quotients, -SIX, SIX, out=quotients)).reshape(last - first, columns)
-            result[first - start : last - start] = packed4(codes)
+            values = self._weight.rows(first, min(first + step, stop))
+            scales = effective(peaks(values, self._size, self._name))
+            result[first - start :][:step] = encode(values, scales, self._size, UINT8)
         return result
 
     def _made(self, scale: Callable[[Array], Array], effective: Callable[[Array], Array], dtype: DType) -> Parts:
         rows, columns = self._weight.shape
 
         def scales(start: int, stop: int) -> Array:
-            found = [scale(self._groups(at, min(at + step, stop))) for at in range(start, stop, step)]
+            blocks = (self._weight.rows(at, min(at + step, stop)) for at in range(start, stop, step))
+            found = [scale(peaks(values, self._size, self._name)) for values in blocks]
             return np.concatenate(found).astype(dtype.numpy, copy=False)
 
         step = max(1, ELEMENTS // columns)
@@ -258,7 +267,7 @@ class NvFloat4(Float4):
 
     def parts(self) -> Parts:
         """`.weight_packed`, `.weight_scale` float8_e4m3fn, `.weight_global_scale` float32 [1]."""
-        made = self._made(self._scale, lambda values: self._scale(values).astype(np.float32) / self._global(), FLOAT8)
+        made = self._made(self._scale, lambda largest: self._scale(largest).astype(np.float32) / self._global(), FLOAT8)
         whole = LazyTensor(
             BY_NAME["float32"], (1,), lambda start, stop: np.full(1, self._global(), np.float32)[start:stop]
         )
@@ -273,8 +282,8 @@ class NvFloat4(Float4):
             found = cast_scales(reciprocal * PRODUCT, dtype)[0]
         return np.float32(found) if np.isfinite(found) else np.float32(1)
 
-    def _scale(self, values: Array) -> Array:
-        local = cast_scales(_group_peaks(values) / SIX, self._weight.dtype)
+    def _scale(self, largest: Array) -> Array:
+        local = cast_scales(largest / SIX, self._weight.dtype)
         scales = np.minimum(local * self._global(), REACH[FLOAT8.name])
         return float8(np.where(scales < LEAST_HALF, np.float32(0.125), scales)).view(FLOAT8.numpy)
 
@@ -291,21 +300,16 @@ class MxFloat4(Float4):
 
     def parts(self) -> Parts:
         """`.weight_packed`, `.weight_scale` uint8."""
-        return self._made(
-            self._exponents, lambda values: np.exp2(self._exponents(values).astype(np.float32) - 127), UINT8
-        )
+        return self._made(self._exponents, self._powers, UINT8)
 
-    def _exponents(self, values: Array) -> Array:
+    def _powers(self, largest: Array) -> Array:
+        return np.ldexp(np.float32(1), self._exponents(largest).astype(np.int32) - 127)
+
+    def _exponents(self, largest: Array) -> Array:
         """The exponent of the largest magnitude, one more from 1.75 times its power of two on, less that of 4."""
-        bits = _group_peaks(values).view(np.uint32).astype(np.int64)
+        bits = largest.view(np.uint32).astype(np.int64)
         found: Array = np.maximum((bits + (1 << 21) >> 23) - 2, 0)
         return found.astype(np.uint8)
-
-
-def _group_peaks(values: Array) -> Array:
-    """The largest magnitudes of groups [rows, groups, size], float32 [rows, groups]."""
-    found: Array = np.abs(values).max(axis=-1)
-    return found
 
 
 def packed_integers(name: str, weight: LazyTensor, form: BlockFormat, importance: Array) -> Parts:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from llmconv.compressed import rounding
 from llmconv.compressed.rounding import SharedPeak
 from llmconv.compressed.schemes import Weight, scheme_of
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
@@ -149,3 +150,36 @@ def test_fields_are_those_of_the_preset(name: str) -> None:
     scheme = scheme_of(name)
     content = scheme.settings(["lm_head"])["config_groups"]["group_0"]
     assert QuantizationScheme(**{**content, "format": None}).model_dump() == preset(name).model_dump()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", EXACT)
+def test_numpy_makes_the_same_bytes(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = odd_weight(dtype, columns=640)
+    found = {key: tensor.read().tobytes() for key, tensor in made(name, weight).items()}
+    assert rounding.compiled, "the C module is not built: `make setup`"
+    monkeypatch.setattr(rounding, "compiled", None)
+    assert {key: tensor.read().tobytes() for key, tensor in made(name, weight).items()} == found
+
+
+def test_every_quotient_is_rounded_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All bfloat16 numbers up to twice the range, under scales that shift them between their neighbors."""
+    words = np.arange(1 << 16, dtype=np.uint16).view(BY_NAME["bfloat16"].numpy)
+    rows = np.tile(words[np.abs(words.astype(np.float32)) < 1000], (3, 1))
+    scales = np.array([[1.0], [1.0009765], [0.3]], np.float32)
+    for kind in ("float8_e4m3fn", "int8", "uint8"):
+        with monkeypatch.context() as patch:
+            found = rounding.encode(rows, scales, rows.shape[1], BY_NAME[kind])
+            patch.setattr(rounding, "compiled", None)
+            assert rounding.encode(rows, scales, rows.shape[1], BY_NAME[kind]).tobytes() == found.tobytes()
+
+
+def test_buffers_that_do_not_fit_are_refused() -> None:
+    module: Any = rounding.compiled
+    words, grid = bytes(64), bytearray(16)
+    for options in ((3, 4, 4), (2, 0, 4), (2, 4, 0), (2, 7, 4), (2, 8, 4)):
+        with pytest.raises(ValueError, match="do not fit"):
+            module.peaks(words, grid, *options)
+    for options in ((2, 8, 8, 3), (2, 8, 8, -1), (2, 8, 3, 2), (4, 8, 8, 0)):
+        with pytest.raises(ValueError, match="do not fit"):
+            module.codes(words, grid, bytearray(31), *options)
