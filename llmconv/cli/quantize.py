@@ -14,7 +14,7 @@ from llmconv.cli.options import option
 SCHEMES = ["fp8-dynamic", "fp8-block", "w8a8", "w4a16", "w4a16-asym", "nvfp4a16", "mxfp4", "mxfp4a16"]
 
 
-@click.command(cls=Command)
+@click.command(name="quantize", cls=Command)
 @click.argument("model")
 @options.output
 @options.shares
@@ -46,9 +46,9 @@ SCHEMES = ["fp8-dynamic", "fp8-block", "w8a8", "w4a16", "w4a16-asym", "nvfp4a16"
 @options.as_json
 @options.talk
 def command(model: str, as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
-    """Write MODEL with quantized weights, as vLLM and SGLang load them, into the Hugging Face folder OUT.
+    """Write a folder of MODEL with quantized weights, for vLLM and SGLang.
 
-    MODEL is a Hugging Face folder, or a training checkpoint as for to-hf. The form is that of compressed-tensors.
+    MODEL is a Hugging Face folder, or a training checkpoint as for to-hf. OUT has the form of compressed-tensors.
     Weights are rounded block of rows by block of rows: no GPU, no text, and no memory for the model are needed.
     Routers, heads, embeddings, norms, and towers of images and sound stay as they are. `verify OUT --reference MODEL`
     checks every code and scale.
