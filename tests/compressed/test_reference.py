@@ -180,6 +180,6 @@ def test_buffers_that_do_not_fit_are_refused() -> None:
     for options in ((3, 4, 4), (2, 0, 4), (2, 4, 0), (2, 7, 4), (2, 8, 4)):
         with pytest.raises(ValueError, match="do not fit"):
             module.peaks(words, grid, *options)
-    for options in ((2, 8, 8, 3), (2, 8, 8, -1), (2, 8, 3, 2), (4, 8, 8, 0)):
+    for given in ((2, 8, 8, 3), (2, 8, 8, -1), (2, 8, 3, 2), (4, 8, 8, 0)):
         with pytest.raises(ValueError, match="do not fit"):
-            module.codes(words, grid, bytearray(31), *options)
+            module.codes(words, grid, bytearray(31), *given)
