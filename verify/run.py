@@ -165,11 +165,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     path = require_folder(folder)
     for client in run_by:
         client.require()
-    if is_compressed(path):
-        return written(_checked_codes(path, reference, session, choices, **kept))
-    with model_of(reference) as model:
-        opened = GraphFolder.open(path, model, session.new_report(path.name), session, **kept)
-        return written(checked_folder(opened, choices))
+    check = _checked_codes if is_compressed(path) else _checked_graphs
+    return written(check(path, reference, session, choices, **kept))
 
 
 @dataclass(frozen=True)
@@ -256,6 +253,14 @@ def _checked_codes(
         raise UsageProblem(f"`{name}` applies to graphs, and this folder has none", hint=f"leave out `{name}`")
     adapters = [Path(choices.adapter)] if choices.adapter is not None else []
     return CompressedFolder.open(path, reference, adapters, session).checked(choices.text, choices.limits)
+
+
+def _checked_graphs(
+    path: Path, reference: str | Path | None, session: Session, choices: Choices, **kept: bool
+) -> Report:
+    with model_of(reference) as model:
+        opened = GraphFolder.open(path, model, session.new_report(path.name), session, **kept)
+        return checked_folder(opened, choices)
 
 
 def checked_folder(folder: GraphFolder, choices: Choices) -> Report:

@@ -56,7 +56,7 @@ def problem(folder: Path, reference: Path, name: str) -> str:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.quick_rows("fp8-block", "w4a16", "nvfp4a16")
+@pytest.mark.quick_rows("w4a16")
 def test_an_honest_folder_passes(scheme: str, llama: Path, made: Callable[[str], Path]) -> None:
     report = verify(made(scheme), reference=llama, min_agreement=0.2)
     assert report.exit_code == 0
@@ -138,12 +138,17 @@ def cached(settings: dict[str, Any]) -> None:
     settings["kv_cache_scheme"] = {"num_bits": 8}
 
 
+def nested(settings: dict[str, Any]) -> None:
+    settings["ignore"] = [["lm_head"]]
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lacking, "`ignore` lacks `lm_head`"),
         (too_much, f"`ignore` has `{UP}`, which is quantized"),
         (cached, "is not that of `fp8-dynamic`"),
+        (nested, "is not that of `fp8-dynamic`"),
     ],
 )
 def test_an_untrue_configuration_is_found(

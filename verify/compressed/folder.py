@@ -114,9 +114,8 @@ class CompressedFolder:
                 yield f"`{field}` is {str(found.get(field))[:60]}, in the model {str(wanted.get(field))[:60]}"
         settings = found[FIELD]
         ignore = settings.get("ignore")
-        if not isinstance(ignore, list) or settings != self.scheme.settings(ignore) | {
-            "version": settings.get("version")
-        }:
+        names = isinstance(ignore, list) and all(isinstance(name, str) for name in ignore)
+        if not names or settings != {**self.scheme.settings(ignore), "version": settings.get("version")}:
             yield f"`{FIELD}` is not that of `{self.scheme.name}`"
             return
         plain = {name: one for name, one in self.stored.stored.items() if name not in self.stored.weights}
