@@ -25,7 +25,7 @@ setup: $(READY) ## create .venv from constraints.txt; quick when there is nothin
 	@echo "ready: $(BIN)/llmconv; \`. $(BIN)/activate\` makes it llmconv, \`make demo\` shows it at work"
 
 $(READY): pyproject.toml setup.py constraints.txt tools/set_up.py convert/adapters/low_rank_sum.c \
-		export/quantization/block_rounding.c
+		export/quantization/block_rounding.c llmconv/compressed/block_codes.c
 	@$(PYTHON) tools/set_up.py --torch '$(TORCH)'
 	@touch $@
 

@@ -7,7 +7,21 @@ from typing import TYPE_CHECKING, Any
 from llmconv.version import __version__
 
 if TYPE_CHECKING:  # at run time each is loaded when it is first used
-    from llmconv import bench, convert, embedding, errors, export, generation, output, push, runtime, serve, verify
+    from llmconv import (
+        bench,
+        compressed,
+        convert,
+        embedding,
+        errors,
+        export,
+        generation,
+        output,
+        push,
+        runtime,
+        serve,
+        verify,
+    )
+    from llmconv.compressed import quantize
     from llmconv.convert import to_gguf
     from llmconv.generation.pipeline import (
         check_task,
@@ -20,8 +34,19 @@ if TYPE_CHECKING:  # at run time each is loaded when it is first used
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # onnxruntime's wheels report to Microsoft, from the import on
 
-__all__ = ["__version__", "bench", "convert", "embedding", "errors", "export", "generation", "output", "push"]
-__all__ += ["runtime", "serve", "to_gguf", "verify"]
+__all__ = [
+    "__version__",
+    "bench",
+    "compressed",
+    "convert",
+    "embedding",
+    "errors",
+    "export",
+    "generation",
+    "output",
+    "push",
+]
+__all__ += ["quantize", "runtime", "serve", "to_gguf", "verify"]
 __all__ += ["pipeline", "check_task", "get_task", "register_model", "register_task", "supported_tasks"]
 
 
@@ -30,8 +55,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module `llmconv` has no attribute `{name}`")
     if "task" in name or name in ("pipeline", "register_model"):
         return getattr(importlib.import_module("llmconv.generation.pipeline"), name)
-    if name == "to_gguf":
-        return importlib.import_module("llmconv.convert").to_gguf
+    if name in ("to_gguf", "quantize"):
+        package = importlib.import_module("llmconv.convert" if name == "to_gguf" else "llmconv.compressed")
+        return getattr(package, name)
     return importlib.import_module(f"llmconv.{name}")
 
 

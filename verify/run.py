@@ -54,6 +54,7 @@ from llmconv.verify.comparison.cache_copies import has_codes
 from llmconv.verify.comparison.half_precision import most_precise
 from llmconv.verify.comparison.images import FEATURES
 from llmconv.verify.comparison.run import AS_RUN
+from llmconv.verify.compressed.folder import CompressedFolder, is_compressed
 from llmconv.verify.float_folder import AUTO, STRUCTURE, FloatFolder, Method
 from llmconv.verify.graph_folder import GraphFolder
 from llmconv.verify.other_exporters.quantized.accuracy import AccuracyLimits, rounds_activations
@@ -163,9 +164,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     path = require_folder(folder)
     for client in run_by:
         client.require()
-    with model_of(reference) as model:
-        opened = GraphFolder.open(path, model, session.new_report(path.name), session, **kept)
-        return written(checked_folder(opened, choices))
+    check = _checked_codes if is_compressed(path) else _checked_graphs
+    return written(check(path, reference, session, choices, **kept))
 
 
 @dataclass(frozen=True)
@@ -212,9 +212,18 @@ def _checked_file(
 
     if len(choices.clients) > 1:
         raise UsageProblem("llama.cpp opens GGUF files, other clients graphs", hint="verify them one after another")
+    given = {"--suite": session.selection.suite != "quick"}
+    given |= _options_of_runs(session, choices, allow_changed=allow_changed, trusted=trusted)
+    of_runs = next((name for name, value in given.items() if value), "")
+    if name := of_runs or replace(choices, clients=()).of_cache:
+        raise UsageProblem(f"`{name}` applies to graphs, and llama.cpp opens none", hint=f"leave out `{name}`")
+    return checked_file(file, reference, choices.clients[0], session, choices.low_memory)
+
+
+def _options_of_runs(session: Session, choices: Choices, *, allow_changed: bool, trusted: bool) -> dict[str, bool]:
+    """Options that only graphs have, and whether they are given."""
     selection = session.selection
-    given = {
-        "--suite": selection.suite != "quick",
+    return {
         "--scenario": bool(selection.only),
         "--repeat": selection.repeat > 1,
         "--budget": selection.budget is not None,
@@ -225,10 +234,32 @@ def _checked_file(
         "--provider, --threads or --timeout": session.settings != SessionSettings(),
         "eager": choices.eager is not None,
     }
-    of_runs = next((name for name, value in given.items() if value), "")
-    if name := of_runs or replace(choices, clients=()).of_cache:
-        raise UsageProblem(f"`{name}` applies to graphs, and llama.cpp opens none", hint=f"leave out `{name}`")
-    return checked_file(file, reference, choices.clients[0], session, choices.low_memory)
+
+
+def _checked_codes(
+    path: Path,
+    reference: str | Path | None,
+    session: Session,
+    choices: Choices,
+    *,
+    allow_changed: bool,
+    trusted: bool,
+) -> Report:
+    """The report of a folder of `llmconv quantize`; UsageProblem for options that apply to graphs."""
+    given = _options_of_runs(session, choices, allow_changed=allow_changed, trusted=trusted)
+    others = replace(choices, text=None, limits=AccuracyLimits(), adapter=None)
+    if name := next((name for name, value in given.items() if value), "") or others.of_cache:
+        raise UsageProblem(f"`{name}` applies to graphs, and this folder has none", hint=f"leave out `{name}`")
+    adapters = [Path(choices.adapter)] if choices.adapter is not None else []
+    return CompressedFolder.open(path, reference, adapters, session).checked(choices.text, choices.limits)
+
+
+def _checked_graphs(
+    path: Path, reference: str | Path | None, session: Session, choices: Choices, **kept: bool
+) -> Report:
+    with model_of(reference) as model:
+        opened = GraphFolder.open(path, model, session.new_report(path.name), session, **kept)
+        return checked_folder(opened, choices)
 
 
 def checked_folder(folder: GraphFolder, choices: Choices) -> Report:

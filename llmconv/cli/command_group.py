@@ -52,7 +52,9 @@ COMMON = {
     ),
     "Shapes and cache": "shapes max_seq_len prompt_len cache",
     "Runtime and precision": "target strict_target precision logits_dtype",
-    "Quantization": "quant quant_block symmetric quant_exclude quant_bits method calibrate static_activations kv_cache",
+    "Quantization": (
+        "scheme quant quant_block symmetric quant_exclude quant_bits method calibrate static_activations kv_cache"
+    ),
     "Server": "host port name parallel queue api_key allow_hosts allow_origins",
     "What is compared": "graphs input_map reference allow_changed",
     "Scenarios": "suite scenario budget repeat layers low_memory",
@@ -68,6 +70,7 @@ RUNNING = {"tokenizer": "Model", "adapter": "Model", "dtype": "Model"}
 # headings of parameters that mean something else in a command
 OWN: dict[str, dict[str, str]] = {
     "to-hf": {"trust_remote_code": "Input"},
+    "quantize": {"adapters": "Input"},
     "merge-lora": {"seed": "Merge", "tokenizer": "Output"},
     "export": {"batch_size": "Shapes and cache", "trust_remote_code": "Graphs"},
     "verify": {"calibrate": "What is compared", "method": "Scenarios", "adapter": "What is compared"}
@@ -78,7 +81,7 @@ OWN: dict[str, dict[str, str]] = {
 }
 # the commands, in the order of the work
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "Convert and merge": ("inspect", "to-hf", "from-hf", "to-gguf", "merge-lora", "delta"),
+    "Convert and merge": ("inspect", "to-hf", "from-hf", "to-gguf", "merge-lora", "quantize", "delta"),
     "Export and verify": ("export", "onnx-adapter", "verify", "push", "run"),
     "Generate and serve": ("generate", "embed", "chat", "serve", "serve-stage", "bench"),
     "Other": ("clean", "formats", "families", "doctor"),

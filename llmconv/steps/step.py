@@ -16,7 +16,7 @@ from llmconv.files.paths import without_credentials
 
 # commands that a step may be; the others are interactive, or only print
 COMMANDS = (
-    *("to-hf", "from-hf", "to-gguf", "merge-lora", "delta apply", "delta extract"),
+    *("to-hf", "from-hf", "to-gguf", "merge-lora", "quantize", "delta apply", "delta extract"),
     *("export", "onnx-adapter", "verify", "generate", "embed", "bench", "push"),
 )
 

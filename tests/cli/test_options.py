@@ -31,6 +31,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "from-hf": llmconv.convert.from_hf,
     "to-gguf": llmconv.convert.to_gguf,
     "merge-lora": llmconv.convert.merge_lora,
+    "quantize": llmconv.quantize,
     "onnx-adapter": llmconv.convert.onnx_adapter,
     "delta apply": llmconv.convert.apply_delta,
     "delta extract": llmconv.convert.extract_delta,

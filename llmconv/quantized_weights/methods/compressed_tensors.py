@@ -1,4 +1,4 @@
-"""compressed-tensors, as llm-compressor writes it for vLLM: float8 or int8 with scales, or packed low-bit integers.
+"""compressed-tensors, as llm-compressor writes it for vLLM: float8 or int8 with scales, packed integers, or e2m1.
 
 Layout (`compressed_tensors/compressors/naive_quantized`, `pack_quantized`): `X.weight` with `X.weight_scale` of one, of
 out×1, of out×groups or of blocks; or `X.weight_packed` int32 out×(in·bits/32) with `X.weight_scale` out×groups,
@@ -19,6 +19,7 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.quantized_weights.float4 import MX, NV, open_float4
 from llmconv.quantized_weights.methods.fp8 import ACTIVATIONS
 from llmconv.quantized_weights.packed_weight import (
     LARGEST,
@@ -44,9 +45,9 @@ from llmconv.quantized_weights.quantized_checkpoint import QuantizationMethod
 from llmconv.tensors import Array, LazyTensor
 from llmconv.timed_patterns import MatchTime, PatternProblem, compiled, finds
 
-FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "dense", "mixed-precision")
-WORDS, SCALES, ZEROS, GROUPS, SHAPE = (
-    f".weight_{part}" for part in ("packed", "scale", "zero_point", "g_idx", "shape")
+FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", NV, MX, "dense", "mixed-precision")
+WORDS, SCALES, ZEROS, GROUPS, SHAPE, GLOBAL = (
+    f".weight_{part}" for part in ("packed", "scale", "zero_point", "g_idx", "shape", "global_scale")
 )
 
 # fields that change what the weights mean, and the field in them that says how: not at all if empty or `dense`
@@ -60,7 +61,7 @@ def open_compressed(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
         if name not in FORMATS:
             raise UnsupportedInput(
                 f"the model is stored by compressed-tensors as `{name[:40]}`, which is not supported",
-                hint=f"supported are {', '.join(FORMATS[:4])}; take the model it was quantized from",
+                hint=f"supported are {', '.join(FORMATS[:6])}; take the model it was quantized from",
             )
     for name, kind in NOT_READ.items():
         field = config.get(name)
@@ -73,10 +74,17 @@ def open_compressed(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
     for name, tensor in checkpoint.items():
         if name.endswith(WORDS):
             stem = name.removesuffix(WORDS)
-            weights[f"{stem}.weight"] = _open_packed(checkpoint, stem, schemes.of(stem))
+            scheme = schemes.of(stem)
+            floats = scheme.kind == "float" and scheme.bits == 4
+            if floats:
+                weights[f"{stem}.weight"] = open_float4(
+                    checkpoint, stem, NV if scheme.group == 16 else MX, scheme.group
+                )
+            else:
+                weights[f"{stem}.weight"] = _open_packed(checkpoint, stem, scheme)
         elif name.endswith(".weight") and tensor.dtype.name in LARGEST:
             weights[name] = _open_codes(checkpoint, name, schemes.of(name.removesuffix(".weight")))
-    refuse_strays(checkpoint, (SCALES, ZEROS, GROUPS, SHAPE), weights)
+    refuse_strays(checkpoint, (SCALES, ZEROS, GROUPS, SHAPE, GLOBAL), weights)
     return weights
 
 
@@ -164,8 +172,8 @@ def _zero_points(zeros: LazyTensor, name: str, outputs: int, scheme: WeightSchem
     return require_middle(found, 1 << (scheme.bits - 1), name) if scheme.symmetric else found
 
 
-METHOD = QuantizationMethod("compressed-tensors", open_compressed, ACTIVATIONS)
-STRATEGIES = ("tensor", "channel", "group", "block")
+METHOD = QuantizationMethod("compressed-tensors", open_compressed, (*ACTIVATIONS, "input_global_scale"))
+STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
 LINEAR = "Linear"  # the class of nearly all quantized modules
 PATTERN = "re:"
 ORDERED_BY_GROUP = ("group", "dynamic", True)  # values of `actorder` that assign columns to groups by a stored index
@@ -237,17 +245,17 @@ def _scheme(weights: Mapping[str, Any]) -> WeightScheme:
         raise _refused({"num_bits": bits, "type": kind, "symmetric": symmetric}, "which is no number format")
     size = group_size(given, "group_size")
     strategy = given.get("strategy") or ("tensor" if size is None else "channel" if size == WHOLE_ROW else "group")
-    if strategy not in STRATEGIES:
+    if strategy not in STRATEGIES or (strategy == "tensor_group" and (bits, kind) != (4, "float")):
         raise UnsupportedInput(
             f"the model is stored by compressed-tensors with the strategy `{str(strategy)[:40]}`, not supported",
             hint=f"supported are {', '.join(STRATEGIES)}; take the model it was quantized from",
         )
-    if (strategy == "group") != (size is not None and size != WHOLE_ROW):
+    if (strategy in ("group", "tensor_group")) != (size is not None and size != WHOLE_ROW):
         raise _refused({"strategy": strategy, "group_size": size}, "which contradict each other")
     block = block_size(given.get("block_structure"))
     if strategy == "block" and block is None:
         raise _refused({"strategy": strategy}, "which needs a `block_structure`")
-    group = {"channel": WHOLE_ROW, "group": size}.get(strategy)
+    group = {"channel": WHOLE_ROW, "group": size, "tensor_group": size}.get(strategy)
     indexed = strategy == "group" and given.get("actorder") in ORDERED_BY_GROUP
     return WeightScheme(bits, kind, symmetric, group, block if strategy == "block" else None, indexed)
 

@@ -14,6 +14,7 @@ from typing import Self
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
+from llmconv.quantized_weights.float4 import BIAS, BOUNDS, SIZES, TABLE
 from llmconv.quantized_weights.packed_weight import (
     FLOAT32,
     IntegerCodes,
@@ -29,13 +30,9 @@ from llmconv.quantized_weights.quantized_checkpoint import QuantizationMethod
 from llmconv.tensors import Array, LazyTensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
-# the values of the codes without their sign bit (E2M1, OCP Microscaling)
-SIZES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-BOUNDS = (SIZES[:-1] + SIZES[1:]) / 2
-TABLE = np.concatenate([SIZES, -SIZES])
 DOUBLED = (2 * TABLE + 128).astype(np.uint8)  # twice the values of the codes, as integers above 128
 LARGEST = 12  # twice the largest value of a code
-BLOCK, BIAS = 32, 127
+BLOCK = 32
 
 
 @dataclass(frozen=True, eq=False)

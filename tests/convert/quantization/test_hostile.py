@@ -175,8 +175,8 @@ def test_scales_that_make_values_infinite_are_refused(
         ("fp8_blocks", {"weight_block_size": [32]}),
         ("fp8_blocks", {"weight_block_size": "32"}),
         ("fp8_blocks", {"weight_block_size": [64, 64]}),
-        ("ct_pack_4bit", {"format": "nvfp4-pack-quantized"}),
-        ("ct_float_block", {"config_groups": {"group_0": {"format": "mxfp4-pack-quantized"}}}),
+        ("ct_pack_4bit", {"format": "marlin-24"}),
+        ("ct_float_block", {"config_groups": {"group_0": {"format": "mxfp8-quantized"}}}),
         ("ct_float_block", {"config_groups": {"group_0": {"weights": {"block_structure": [-1, 2]}}}}),
     ],
 )

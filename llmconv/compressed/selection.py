@@ -1,0 +1,150 @@
+"""Which matrices of a model are quantized for vLLM and SGLang, and which it must `ignore`.
+
+Both join some matrices into one (`packed_modules_mapping` of their model classes), which then has one scheme and, for
+NVFP4, one global scale. They build every Linear module that `ignore` does not name as a quantized one, so a name
+missing there is a missing `weight_scale` when the model is loaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llmconv.causal_lm import mtp_tensors
+from llmconv.checkpoint import is_conv1d, transposed
+from llmconv.compressed.rounding import SharedPeak
+from llmconv.compressed.schemes import Scheme, Weight
+from llmconv.convert.algebra import reshaped, slice_rows, split
+from llmconv.errors import UnsupportedInput
+from llmconv.tensors import FLOATS, LazyTensor, lists_by_key
+from llmconv.timed_patterns import MatchTime
+
+END = ".weight"
+LAYER = re.compile(r"\.(?:layers|h|blocks|block|decoder\.layers)\.\d+\.")
+EMBEDDING = re.compile(r"(?:^|\.)(?:\w*embed\w*|wte|wpe|relative_attention_bias)(?:\.|$)")
+HEAD = "lm_head"
+
+ROUTERS = r"gate|router|wg|shared_expert_gate|shared_head|eh_proj"
+TOWERS = (
+    r"visual|vision\w*|vit|image\w*|audio\w*|speech\w*|\w*_projector|connector|resampler|aligner|mtp\w*|talker|code2wav"
+)
+STATES = r"linear_attn|mamba|ssm|conv\w*|x_proj|dt_proj|indexer|altup|laurel|per_layer\w*"
+KEPT = re.compile(rf"(?:^|\.)(?:{ROUTERS}|{TOWERS}|{STATES})(?:\.|$)")
+"""Modules that recipes for vLLM leave as they are: routers, towers of images and sound, recurrent states, MTP heads."""
+
+JOINED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("wq", "wk", "wv"),
+)
+"""Neighboring matrices that vLLM and SGLang join."""
+
+JOINED_BY_LAST = {name: names for names in JOINED for name in names}
+EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
+STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?:\.weight)?")
+
+INPUTS_FIRST = {"llama4": True, "llama4_text": True, "qwen3_5_moe": False, "qwen3_5_moe_text": False}
+"""Models whose experts are stacked in one tensor, and released for vLLM one by one: whether it is [experts, K, N]."""
+
+
+@dataclass(frozen=True)
+class Selected:
+    """What becomes of the tensors of a model."""
+
+    tensors: Mapping[str, LazyTensor]  # those of the source, with stacked experts one by one
+    weights: Mapping[str, Weight]  # those that are quantized, by name
+    ignore: tuple[str, ...]  # modules that are kept
+    unfit: tuple[str, ...]  # those of them that the scheme's blocks do not divide
+
+
+def select(
+    stored: Mapping[str, LazyTensor], config: Mapping[str, Any], scheme: Scheme, exclude: Sequence[str] = ()
+) -> Selected:
+    """The weights to quantize: matrices of layers, without routers, towers, and what `exclude` (patterns) finds.
+
+    Raises UnsupportedInput: none is left, or stacked experts of an unknown layout; UsageProblem: a pattern is invalid
+    or matches nothing.
+    """
+    tensors = dict(one_by_one(stored, config))
+    matrices = {name: one for name, one in tensors.items() if is_matrix(name, one) and not is_conv1d(config, name)}
+    mtp, excluded = {*mtp_tensors(tensors, config)}, _excluded(exclude, tensors)
+    wanted = {
+        name: one
+        for name, one in matrices.items()
+        if LAYER.search(name) and not (KEPT.search(name.removesuffix(END)) or name in mtp or name in excluded)
+    }
+    unfit = {name for name, one in wanted.items() if not scheme.fits(one.shape)}
+    fates = lists_by_key((fate_of(name), name) for name in matrices)
+    split_up = {name for names in fates.values() if not {*names} <= wanted.keys() - unfit for name in names}
+    chosen = {name: one for name, one in wanted.items() if name not in split_up}
+    if not chosen:
+        raise UnsupportedInput(
+            f"no matrix of this model can be quantized as {scheme.name}",
+            hint="give another `--scheme`, a smaller `--quant-block`, or fewer `--quant-exclude`",
+        )
+    peaks: dict[str, SharedPeak] = {}
+    for names in lists_by_key((peak_of(name), name) for name in chosen).values():
+        peaks |= dict.fromkeys(names, SharedPeak([(name, chosen[name]) for name in names]))
+    weights = {name: Weight(name, one, peaks[name]) for name, one in chosen.items()}
+    ignore = [name.removesuffix(END) for name in matrices if name not in weights]
+    head = [] if any(name.endswith(HEAD) for name in ignore) else [HEAD]
+    return Selected(tensors, weights, (*ignore, *head), tuple(name for name in wanted if name in unfit))
+
+
+def is_matrix(name: str, tensor: LazyTensor) -> bool:
+    """Whether a tensor is the weight of a Linear module, as far as its name, dtype and shape tell."""
+    floats = tensor.dtype.name in FLOATS and len(tensor.shape) == 2
+    return floats and name.endswith(END) and not EMBEDDING.search(name)
+
+
+def fate_of(name: str) -> str:
+    """A key that is equal for matrices of which all or none are quantized."""
+    found = EXPERT.match(name)
+    return found[1] if found else peak_of(name)
+
+
+def peak_of(name: str) -> str:
+    """A key that is equal for matrices that vLLM joins."""
+    parent, _, last = name.removesuffix(END).rpartition(".")
+    return f"{parent}.{'+'.join(JOINED_BY_LAST.get(last, (last,)))}"
+
+
+def _excluded(patterns: Sequence[str], tensors: Mapping[str, LazyTensor]) -> set[str]:
+    if not patterns:
+        return set()
+    from llmconv.export.quantization.settings import EXCLUDE, matches, require_used  # noqa: PLC0415 - imports onnx
+
+    require_used({EXCLUDE: patterns}, tensors)
+    time = MatchTime()
+    return {name for name in tensors if any(matches(EXCLUDE, pattern, name, time) for pattern in patterns)}
+
+
+def one_by_one(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> Iterator[tuple[str, LazyTensor]]:
+    """The tensors, with stacked experts under the names that releases for vLLM have."""
+    for name, tensor in tensors.items():
+        found = STACKED.fullmatch(name)
+        if not found or len(tensor.shape) != 3 or tensor.dtype.name not in FLOATS:
+            yield name, tensor
+            continue
+        kind = str(config.get("model_type"))
+        if kind not in INPUTS_FIRST:
+            raise UnsupportedInput(
+                f"the experts of `{name}` are stacked in one tensor, in a layout that is not known for `{kind[:40]}`",
+                hint="write the model with one tensor per expert, as transformers' `save_pretrained` does for most",
+            )
+        for number in range(tensor.shape[0]):
+            matrix = _matrix(tensor, number, inputs_first=INPUTS_FIRST[kind])
+            halves = dict(zip(("gate_proj", "up_proj"), split(matrix, 0, 2), strict=True))
+            for end, one in (halves if found[2] == "gate_up_proj" else {"down_proj": matrix}).items():
+                yield f"{found[1]}.{number}.{end}{END}", one
+
+
+def _matrix(stack: LazyTensor, number: int, *, inputs_first: bool) -> LazyTensor:
+    """One matrix [N, K] of a stack [experts, N, K], or of [experts, K, N]."""
+    experts, rows, columns = stack.shape
+    matrix = slice_rows(reshaped(stack, (experts * rows, columns)), number * rows, (number + 1) * rows)
+    return transposed(matrix) if inputs_first else matrix

@@ -1,0 +1,129 @@
+"""Float4Weight: pairs of 4-bit floats (e2m1) with a scale per group of columns, as compressed-tensors stores them.
+
+Layout (`compressed_tensors/compressors/nvfp4`, `mxfp4`): `X.weight_packed` uint8 out×(in/2), the first of two codes in
+the low half, with `X.weight_scale` out×(in/size): float8_e4m3fn, divided by `X.weight_global_scale` float32 [1]
+(NVFP4), or exponents of two, biased by 127 (MXFP4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+
+from llmconv.quantized_weights.packed_weight import PackedWeight, finite, part, refuse, require
+from llmconv.tensors import Array, LazyTensor
+
+PACKED, SCALE, GLOBAL = ".weight_packed", ".weight_scale", ".weight_global_scale"
+NV, MX = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+GROUPS = {NV: 16, MX: 32}
+# the values of the codes without their sign bit (E2M1, OCP Microscaling)
+SIZES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+BOUNDS = (SIZES[:-1] + SIZES[1:]) / 2
+TABLE = np.concatenate([SIZES, -SIZES])
+BIAS = 127  # of exponents
+E4M3 = np.arange(0x7F, dtype=np.uint8)  # the codes of the numbers from 0 to 448
+
+
+@dataclass(frozen=True, eq=False)
+class Float4Weight(PackedWeight):
+    """value = code · scale of its group."""
+
+    stem: str
+    size: int  # columns of a group
+
+    @cached_property
+    def whole(self) -> np.float32:
+        """What all scales are divided by."""
+        name = self.stem + GLOBAL
+        if name not in self.parts:
+            return np.float32(1)
+        found = np.float32(finite(self.parts[name].read(), name)[0])
+        if found <= 0:
+            refuse(name, f"is {found}, and scales are divided by it")
+        return found
+
+    def scales(self, start: int, stop: int) -> Array:
+        """Scales of rows, float32 [rows, groups], finite."""
+        stored = self.parts[self.stem + SCALE].rows(start, stop)
+        if stored.dtype == np.uint8:
+            return finite(np.ldexp(np.float32(1), stored.astype(np.int32) - BIAS), self.stem + SCALE)
+        found: Array = finite(stored, self.stem + SCALE) / self.whole
+        return found
+
+    def codes(self, start: int, stop: int) -> Array:
+        """uint8 [rows, columns]."""
+        pairs = self.parts[self.stem + PACKED].rows(start, stop)
+        return np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(stop - start, -1)
+
+    def values(self, start: int, stop: int) -> Array:
+        """See `PackedWeight`."""
+        codes = self.codes(start, stop).reshape(stop - start, -1, self.size)
+        found: Array = (TABLE[codes] * self.scales(start, stop)[..., None]).reshape(stop - start, -1)
+        return found
+
+    def requantized(self, weight: LazyTensor) -> Self:
+        """See `PackedWeight`. A group keeps its scale where its largest value fits and uses half of the range."""
+        packed, scale = self.parts[self.stem + PACKED], self.parts[self.stem + SCALE]
+
+        def grouped(start: int, stop: int) -> Array:
+            return weight.rows(start, stop).astype(np.float32).reshape(stop - start, -1, self.size)
+
+        def chosen(start: int, stop: int, values: Array) -> Array:
+            peaks, old = np.abs(values).max(axis=-1), self.scales(start, stop)
+            wanted = peaks / SIZES[-1]
+            kept = (wanted <= old) & (wanted > old / 2) | (peaks == 0)
+            return np.where(kept, scale.rows(start, stop), self._stored(wanted).view(scale.dtype.numpy))
+
+        def new_packed(start: int, stop: int) -> Array:
+            values = grouped(start, stop)
+            trial = replace(self, parts={**self.parts, self.stem + SCALE: _given(scale, chosen(start, stop, values))})
+            scales = trial.scales(0, stop - start)[..., None]
+            shares = np.divide(values, scales, out=np.zeros_like(values), where=scales != 0)
+            codes = np.searchsorted(BOUNDS, np.abs(shares)).astype(np.uint8) | np.signbit(shares).view(np.uint8) << 3
+            flat = codes.reshape(stop - start, -1)
+            made: Array = flat[:, 0::2] | flat[:, 1::2] << 4
+            return made
+
+        parts = {
+            self.stem + PACKED: LazyTensor(packed.dtype, packed.shape, new_packed),
+            self.stem + SCALE: LazyTensor(
+                scale.dtype, scale.shape, lambda start, stop: chosen(start, stop, grouped(start, stop))
+            ),
+        }
+        return replace(self, parts={**self.parts, **parts})
+
+    def _stored(self, scales: Array) -> Array:
+        """The least scale in the file's form that is no smaller, or the largest; bytes."""
+        if self.parts[self.stem + SCALE].dtype.name == "uint8":
+            exponents = np.ceil(np.log2(np.maximum(scales, np.finfo(np.float32).tiny))) + BIAS
+            fitting: Array = np.clip(exponents, 0, 254)
+            return fitting.astype(np.uint8)
+        steps = E4M3.view(self.parts[self.stem + SCALE].dtype.numpy).astype(np.float32)
+        places: Array = np.clip(np.searchsorted(steps, scales * self.whole), 1, len(steps) - 1)
+        return places.astype(np.uint8)
+
+
+def _given(tensor: LazyTensor, rows: Array) -> LazyTensor:
+    return LazyTensor(tensor.dtype, rows.shape, lambda start, stop: rows[start:stop])
+
+
+def open_float4(tensors: Mapping[str, LazyTensor], stem: str, kind: str, size: int | None) -> Float4Weight:
+    """The weight of the module `stem` in the format `kind`; MalformedInput for missing or mismatched parts."""
+    packed, scale = tensors[stem + PACKED], part(tensors, stem + SCALE, stem + PACKED)
+    if len(packed.shape) != 2 or 0 in packed.shape:
+        refuse(stem + PACKED, f"has shape {list(packed.shape)}, which is not a matrix")
+    shape = packed.shape[0], packed.shape[1] * 2
+    if size != GROUPS[kind] or shape[1] % size:
+        refuse(stem + PACKED, f"has {shape[1]} columns in groups of {size}, and `{kind}` has groups of {GROUPS[kind]}")
+    require(packed, stem + PACKED, packed.shape, ("uint8",))
+    of_scales = ("float8_e4m3fn",) if kind == NV else ("uint8",)
+    require(scale, stem + SCALE, (shape[0], shape[1] // size), of_scales)
+    parts = {stem + PACKED: packed, stem + SCALE: scale}
+    if kind == NV:
+        whole = require(part(tensors, stem + GLOBAL, stem + PACKED), stem + GLOBAL, (1,), ("float32",))
+        parts[stem + GLOBAL] = whole
+    return Float4Weight(f"{stem}.weight", parts, shape, stem, size)

@@ -1,0 +1,92 @@
+"""Folders of e2m1 codes as llmconv reads them: against the package, and damaged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from safetensors.torch import load_file, save_file
+
+from llmconv.checkpoint import open_checkpoint
+from llmconv.compressed import quantize
+from llmconv.errors import InputRefused
+from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
+from tests.compressed.test_reference import preset
+
+UP = "model.layers.1.mlp.up_proj"
+State = dict[str, torch.Tensor]
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4a16", "mxfp4"])
+def test_values_are_those_of_the_package(scheme: str, llama: Path, tmp_path: Path) -> None:
+    quantize(llama, tmp_path / "out", scheme=scheme)
+    stored = load_file(tmp_path / "out/model.safetensors")
+    state = {name.removeprefix(f"{UP}."): one for name, one in stored.items() if name.startswith(f"{UP}.weight")}
+    kind = BaseCompressor.get_value_from_registry(f"{scheme[:5]}-pack-quantized")
+    wanted = kind.decompress(state, preset(scheme))["weight"]
+    found = quantized_checkpoint(open_checkpoint(tmp_path / "out"))
+    assert found
+    values = torch.from_numpy(found.plain[f"{UP}.weight"].read().astype(np.float32))
+    assert torch.equal(values.to(torch.bfloat16), wanted.to(torch.bfloat16))
+
+
+def without(name: str) -> Callable[[State], None]:
+    return lambda tensors: tensors.__delitem__(f"{UP}.{name}")
+
+
+def replaced(name: str, value: torch.Tensor) -> Callable[[State], None]:
+    return lambda tensors: tensors.update({f"{UP}.{name}": value})
+
+
+DAMAGES: list[tuple[str, Callable[[State], None], str]] = [
+    ("no scale", without("weight_scale"), "missing key"),
+    ("no global scale", without("weight_global_scale"), "missing key"),
+    ("stray", without("weight_packed"), "does not belong"),
+    ("zero", replaced("weight_global_scale", torch.zeros(1)), "scales are divided by it"),
+    ("infinite", replaced("weight_global_scale", torch.full((1,), torch.inf)), "not finite"),
+    ("two", replaced("weight_global_scale", torch.ones(2)), "shape mismatch"),
+    ("short", replaced("weight_scale", torch.ones(384, 8).to(torch.float8_e4m3fn)), "shape mismatch"),
+    ("type", replaced("weight_scale", torch.ones(384, 16)), "is stored as float32"),
+    ("NaN", replaced("weight_scale", torch.full((384, 16), torch.nan).to(torch.float8_e4m3fn)), "not finite"),
+    ("empty", replaced("weight_packed", torch.zeros(0, 128, dtype=torch.uint8)), "not a matrix"),
+    ("flat", replaced("weight_packed", torch.zeros(384 * 128, dtype=torch.uint8)), "not a matrix"),
+]
+
+
+@pytest.mark.parametrize(("damage", "words"), [row[1:] for row in DAMAGES], ids=[row[0] for row in DAMAGES])
+def test_damaged_parts_are_refused(damage: Callable[[State], None], words: str, coded: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(coded, tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(InputRefused, match=words):
+        read(folder)
+
+
+def read(folder: Path) -> Any:
+    found = quantized_checkpoint(open_checkpoint(folder))
+    assert found
+    return found.plain[f"{UP}.weight"].read()
+
+
+@pytest.fixture(scope="module")
+def coded(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("coded") / "model"
+    quantize(llama, folder, scheme="nvfp4a16")
+    return folder
+
+
+def test_groups_of_another_size_are_refused(coded: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(coded, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = 64
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputRefused, match="groups of 32"):
+        read(folder)

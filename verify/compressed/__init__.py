@@ -1,0 +1,1 @@
+"""Folders of `llmconv quantize`: every code and scale against the model."""

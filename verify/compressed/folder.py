@@ -1,0 +1,247 @@
+"""Verifies a folder of `llmconv quantize`: its configuration, what it keeps, every scale, every code, and the cost."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmconv.causal_lm import length_of
+from llmconv.checkpoint import Checkpoint, is_model_folder, open_checkpoint, read_json
+from llmconv.compressed.folder import COMMAND, opened, plan_quantized
+from llmconv.compressed.schemes import SCHEMES, Scheme, scheme_of
+from llmconv.compressed.selection import is_matrix, one_by_one, peak_of
+from llmconv.convert.models.head_and_dtype import check_dtype, with_cast
+from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem
+from llmconv.output.manifest import graph_entries, read_manifest, single_pass_entries
+from llmconv.quantized_weights.packed_weight import peaks_of
+from llmconv.quantized_weights.quantized_checkpoint import FIELD, QuantizedCheckpoint, quantized_checkpoint
+from llmconv.runtime.runner import Runner
+from llmconv.tensors import LazyTensor, lists_by_key
+from llmconv.verify.audit.weights import audit_files
+from llmconv.verify.compressed.codes import audit_weight, global_problem
+from llmconv.verify.other_exporters.quantized.accuracy import (
+    AccuracyLimits,
+    check_limits,
+    difference,
+    measure_costs,
+    token_sample,
+)
+from llmconv.verify.results import Check, Checks, Quantization, Report, audited, problem_of
+from llmconv.verify.scenarios.calls import ModelFacts
+from llmconv.verify.verification import Session
+
+METHOD = "codes"
+FREE = ("torch_dtype", "dtype", "transformers_version", FIELD)  # fields of `config.json` that may differ
+PLAIN = "plain rounding"
+
+
+def is_compressed(folder: Path) -> bool:
+    """Whether a folder has weights of compressed-tensors, and no graphs."""
+    if not is_model_folder(folder) or graph_entries(folder) or single_pass_entries(folder):
+        return False
+    field = read_json(folder / "config.json").get(FIELD)
+    return isinstance(field, Mapping) and field.get("quant_method") == "compressed-tensors"
+
+
+@dataclass(frozen=True)
+class CompressedFolder:
+    """A folder of codes, and the model that it was made of."""
+
+    path: Path
+    stored: QuantizedCheckpoint
+    reference: Checkpoint  # in the dtype that was quantized, experts one by one
+    scheme: Scheme
+    is_plain: bool  # integers are rounded without a search
+    report: Report
+    session: Session
+
+    @classmethod
+    def open(
+        cls, path: Path, reference: str | Path | None, adapters: Sequence[Path], session: Session
+    ) -> CompressedFolder:
+        """Raises UsageProblem: no reference; UnsupportedInput: another program's codes; else as `quantize`."""
+        if reference is None:
+            raise UsageProblem(
+                f"the weights in `{path}` are quantized, so they are compared with the model they were made from",
+                hint="give `--reference MODEL`, the folder that was quantized",
+            )
+        stored = quantized_checkpoint(open_checkpoint(path))
+        assert stored
+        options = _recorded(path)
+        scheme = _scheme(path, stored.stored.config[FIELD])
+        model, _ = opened(reference, adapters)
+        dtype = str(options.get("dtype", "keep"))
+        check_dtype(dtype)
+        model = with_cast(model, dtype) if dtype != "keep" else model
+        model = replace(model, tensors=dict(one_by_one(model.tensors, model.config)))
+        report = session.new_report(path.name)
+        report.reference, report.quantization = Path(reference).name, Quantization(preset=scheme.name)
+        return cls(path, stored, model, scheme, options.get("method") == "rtn", report, session)
+
+    def checked(self, text: Path | None, limits: AccuracyLimits) -> Report:
+        """The report, with all checks as they are made."""
+        for checks in self._checks(text, limits):
+            self.report.checks += checks
+            if self.session.on_checks:
+                self.session.on_checks(checks)
+        return self.report
+
+    def _checks(self, text: Path | None, limits: AccuracyLimits) -> Checks:
+        yield audit_files(self.path)
+        yield [audited("configuration", "config.json", list(self._configuration()), "as `quantize` writes it")]
+        yield [audited("names", "config.json", list(self._names()), f"{len(self.stored.stored)} tensors")]
+        kept = [name for name in self.reference if name in self.stored.stored and name not in self.stored.weights]
+        yield [
+            audited(
+                "kept tensors", "*.safetensors", list(self._kept(kept)), f"{len(kept)} are the model's, bit for bit"
+            )
+        ]
+        yield [self._codes()]
+        if not any(check.verdict == "fail" for check in self.report.checks):
+            yield from self._cost(text, limits)
+
+    def _configuration(self) -> Iterator[str]:
+        found, wanted = self.stored.stored.config, self.reference.config
+        for field in sorted({*found, *wanted} - {*FREE}):
+            if found.get(field) != wanted.get(field):
+                yield f"`{field}` is {str(found.get(field))[:60]}, in the model {str(wanted.get(field))[:60]}"
+        settings = found[FIELD]
+        ignore = settings.get("ignore")
+        names = isinstance(ignore, list) and all(isinstance(name, str) for name in ignore)
+        if not names or settings != {**self.scheme.settings(ignore), "version": settings.get("version")}:
+            yield f"`{FIELD}` is not that of `{self.scheme.name}`"
+            return
+        plain = {name: one for name, one in self.stored.stored.items() if name not in self.stored.weights}
+        modules = {name.removesuffix(".weight") for name, one in plain.items() if is_matrix(name, one)}
+        if missing := sorted(modules - {*ignore}):
+            yield f"`ignore` lacks `{missing[0]}`, which is not quantized ({len(missing)} of such)"
+        coded = {name.removesuffix(".weight") for name in self.stored.weights}
+        if wrong := sorted(coded & {*ignore}):
+            yield f"`ignore` has `{wrong[0]}`, which is quantized ({len(wrong)} of such)"
+
+    def _names(self) -> Iterator[str]:
+        known = {*self.stored.plain}
+        for name in sorted(known ^ {*self.reference}):
+            yield f"`{name}` is not in the model" if name in known else f"`{name}` of the model is missing"
+
+    def _kept(self, names: Sequence[str]) -> Iterator[str]:
+        for name in names:
+            found, wanted = self.stored.stored[name], self.reference[name]
+            if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
+                kinds = [f"{one.dtype.name} {list(one.shape)}" for one in (found, wanted)]
+                yield f"`{name}` is {kinds[0]}, not {kinds[1]}"
+                continue
+            for start, stop in wanted.blocks():
+                rows, others = (one.rows(start, stop).view(np.uint8) for one in (found, wanted))
+                if not np.array_equal(rows, others):
+                    odd = np.argwhere((rows != others).reshape(stop - start, -1))[0]
+                    column = int(odd[1]) // wanted.dtype.itemsize
+                    yield f"`{name}` differs from the model's at row {start + int(odd[0])}, column {column}"
+                    break
+
+    def _codes(self) -> Check:
+        problems: list[str] = []
+        assert self.report.quantization
+        groups = lists_by_key((peak_of(name), name) for name in self.stored.weights if name in self.reference)
+        for names in groups.values():
+            problems += self._global_problems(names)
+            for name in names:
+                weight, original = self.stored.weights[name], self.reference[name]
+                found = audit_weight(weight, original, self.scheme.weights, is_plain=self.is_plain)
+                problems += found.problems
+                row = {"graph": "*.safetensors", "tensor": name, "stored": self.scheme.format}
+                self.report.quantization.weights.append({**row, "relative_error": found.relative_error})
+        passed = f"{len(self.stored.weights)} weights: every scale that of {self.scheme.name}, every code the nearest"
+        return replace(audited("codes", "*.safetensors", problems, passed), output=self.scheme.name)
+
+    def _global_problems(self, names: Sequence[str]) -> list[str]:
+        if self.scheme.weights["strategy"] != "tensor_group":
+            return []
+        originals = [self.reference[name] for name in names]
+        peak = max(np.float32(peaks_of(one, *rows).max(initial=0)) for one in originals for rows in one.blocks())
+        dtype = originals[0].dtype.numpy
+        return [problem for name in names if (problem := global_problem(self.stored.weights[name], peak, dtype))]
+
+    def _cost(self, text: Path | None, limits: AccuracyLimits) -> Checks:
+        """Divergence, likeliest tokens and perplexity of the values of the codes; without rounding of activations."""
+        section, config = self.report.quantization, self.reference.config
+        assert section
+        section.max_divergence, section.min_agreement = limits.divergence, limits.agreement
+        if not is_model_folder(self.reference.path):
+            self.report.notes.append("the cost was not measured: the reference is not a Hugging Face folder")
+            return
+        vocabulary = (config.get("text_config") or config).get("vocab_size")
+        if not isinstance(vocabulary, int):
+            return
+        try:
+            facts = ModelFacts(vocabulary, max_positions=length_of(config))
+            sample = token_sample(text, self.reference.path, facts, self.session.selection.suite)
+            graphs = [(self.scheme.name, self._runner(self.stored.plain.tensors))]
+            if self.scheme.integers and not self.is_plain:
+                graphs.append((PLAIN, self._runner(self._plainly_rounded)))
+            costs = measure_costs(graphs, self._runner(self.reference.tensors), sample)
+        except LlmconvError as error:
+            if limits.given:
+                yield [Check("cost", self.scheme.name, "", verdict="fail", detail=problem_of(error))]
+            self.report.notes.append(f"the cost was not measured: {error.message}")
+            return
+        section.cost, *others = [one.summary(is_text=sample.is_text) for one in costs]
+        section.rounding = others[0] if others else None
+        section.excess = difference(*costs) if others else None
+        if self.scheme.activations:
+            self.report.notes.append("the cost is that of the weights alone: activations are rounded by the engine")
+        yield check_limits(section.cost, limits)
+
+    @cached_property
+    def _plainly_rounded(self) -> Mapping[str, LazyTensor]:
+        """The values of the same weights with codes of the extreme values."""
+        plain = scheme_of(self.scheme.name, self.scheme.weights["group_size"], "rtn")
+        kept = ["^" + re.escape(name) + "$" for name in self.reference if name not in self.stored.weights]
+        found = quantized_checkpoint(plan_quantized(self.reference, plain, kept)[1])
+        assert found
+        return found.plain.tensors
+
+    def _runner(self, weights: Mapping[str, LazyTensor]) -> Runner:
+        """The model in float32 with these weights, layer by layer where it can be loaded so."""
+        from llmconv.export.families import extra_inputs_of  # noqa: PLC0415 - the table alone
+        from llmconv.runtime.eager.runner import EagerRunner  # noqa: PLC0415 - torch
+        from llmconv.runtime.low_memory.runner import StreamedRunner  # noqa: PLC0415
+
+        folder = self.reference.path
+        options: dict[str, Any] = {"weights": weights, "extra_inputs": extra_inputs_of(folder)}
+        with suppress(UnsupportedInput):
+            return StreamedRunner(folder, **options)
+        return EagerRunner(folder, **options)
+
+
+def _recorded(folder: Path) -> dict[str, Any]:
+    """The options of the last `quantize` in the manifest; empty without one."""
+    steps = [done for done in read_manifest(folder).steps if done.get("command") == COMMAND]
+    options = steps[-1].get("options") if steps else None
+    return options if isinstance(options, dict) else {}
+
+
+def _scheme(folder: Path, settings: Mapping[str, Any]) -> Scheme:
+    """The scheme of a `quantization_config`; UnsupportedInput for one that `quantize` does not write."""
+    groups = settings.get("config_groups")
+    group = groups.get("group_0") if isinstance(groups, Mapping) else None
+    for scheme in SCHEMES.values():
+        if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
+            break
+        size = group["weights"].get("group_size")
+        with suppress(UsageProblem):
+            found = scheme_of(scheme.name, size if scheme.integers else None)
+            same = group["weights"] == found.weights and (group.get("input_activations") or None) == found.activations
+            if same and settings.get("format") == found.format and len(groups or ()) == 1:
+                return found
+    raise InputRefused(
+        f"the weights in `{folder}` are quantized in a way that `llmconv quantize` does not write",
+        hint="its schemes are " + ", ".join(SCHEMES) + "; export the folder, and verify its graphs",
+    )
