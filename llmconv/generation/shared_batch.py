@@ -43,7 +43,8 @@ class SharedBatch:
     def takes(self, rows: Sequence[Row]) -> bool:
         """Whether these rows, which run together until then, are one that may run with others."""
         runner = self._runner
-        if len(rows) != 1 or runner.max_batch_size is not None or runner.virtual_tokens or runner.extra_inputs:
+        has_fixed_size = runner.max_batch_size is not None or runner.cache_capacity is not None
+        if len(rows) != 1 or has_fixed_size or runner.virtual_tokens or runner.extra_inputs:
             return False
         (row,) = rows
         return not row.embeddings and runner.runs_rows_apart and runner.reads_in_parts(row.length + row.room)

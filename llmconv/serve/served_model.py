@@ -149,7 +149,7 @@ class ServedModel:
             past = conversation.past([choice.ids], self.model.runner)
             cached = past.tokens if past else 0
             placed = [choice.embeddings()] if choice.embeddings else []
-            given = {"embeddings": placed, "others": self._others}
+            given: dict[str, Any] = {"embeddings": placed, "others": self._others}
             pieces = self.model.stream([choice.ids], choice.settings, conversation, self._prompt_step, **given)
             try:
                 if choice.echo:

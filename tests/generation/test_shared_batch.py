@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +13,10 @@ import pytest
 from llmconv.errors import UsageProblem
 from llmconv.export.exporter import export
 from llmconv.generation import Conversation, TextModel
+from llmconv.generation.row import TextPiece
 from llmconv.generation.shared_batch import SharedBatch
 from llmconv.runtime.onnxruntime.joined_cache import CopiedCache, JoinedCache, SlotCache
 from llmconv.runtime.runner import ArrayCache
-from tests.builders.slow_rows import slow_but
 from tests.builders.talking import save_letters
 from tests.conftest import save_tiny
 from tools.tiny_models import depth
@@ -46,8 +47,15 @@ def requests(count: int, seed: int, rounds: int = 30) -> list[Request]:
     ]
 
 
-def stream(model: TextModel, request: Request, number: int, kept: Conversation | None, others: SharedBatch | None):
-    chosen = {"do_sample": request.samples, "seed": number, "eos_token_id": (), "max_new_tokens": request.new}
+def stream(
+    model: TextModel, request: Request, number: int, kept: Conversation | None, others: SharedBatch | None
+) -> Generator[TextPiece]:
+    chosen: dict[str, Any] = {
+        "do_sample": request.samples,
+        "seed": number,
+        "eos_token_id": (),
+        "max_new_tokens": request.new,
+    }
     return model.stream([request.prompt], model.defaults.but(**chosen), kept, 16, others=others)
 
 
@@ -66,7 +74,7 @@ def together(
     others.rows = rows
     found = [list[int | None]() for _ in every]
     waiting = sorted(range(len(every)), key=lambda number: every[number].comes)
-    going, now = [], 0
+    going, now = list[tuple[int, Generator[TextPiece]]](), 0
     while waiting or going:
         while waiting and every[waiting[0]].comes <= now:
             number = waiting.pop(0)
@@ -102,7 +110,8 @@ FAMILIES = ["llama", "gemma2", "bloom", "mixtral", "deepseek_v3", "gemma3n_text"
 
 
 @pytest.mark.one_row_in(3)
-@pytest.mark.parametrize("family", slow_but(FAMILIES, "lfm2"))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_streams_give_the_same_tokens_as_alone(tmp_path: Path, family: str) -> None:
     folder = tmp_path / family
     save_any(family, folder, depth(family))
@@ -114,10 +123,10 @@ def test_streams_give_the_same_tokens_as_alone(tmp_path: Path, family: str) -> N
     assert max(rows) > 3
 
 
-@pytest.mark.quick_rows("auto")
+@pytest.mark.quick_rows("auto", "file")
 @pytest.mark.parametrize("form", ["auto", "file", "torch", "shared-buffer", "ort-cpu", "int8 cache"])
 def test_every_form_of_a_model_shares_steps(talking: Path, tmp_path: Path, form: str) -> None:
-    options = {
+    options: dict[str, dict[str, Any]] = {
         "shared-buffer": {"cache": "shared-buffer"},
         "ort-cpu": {"target": "ort-cpu"},
         "int8 cache": {"cache": "shared-buffer", "target": "ort-cpu", "kv_cache": "int8"},
@@ -126,7 +135,7 @@ def test_every_form_of_a_model_shares_steps(talking: Path, tmp_path: Path, form:
     if form in options:
         folder = save_letters(save_tiny("llama", tmp_path / "model"))
         export(folder, **options[form])
-    given = {"backend": "torch"} if form == "torch" else {"form": "file" if form != "auto" else "auto"}
+    given: dict[str, Any] = {"backend": "torch"} if form == "torch" else {"form": "file" if form != "auto" else "auto"}
     model = TextModel.open(folder, **given)
     every = requests(30, seed=3, rounds=60)
     found, rows = together(model, every)
@@ -153,7 +162,7 @@ def test_a_conversation_goes_on_after_shared_steps(talking: Path) -> None:
     found, _ = together(model, every, kept)
     for one, tokens, conversation in zip(every, found, kept, strict=True):
         assert conversation.ids == [*one.prompt, *tokens][:-1]
-        second = replace(one, prompt=[*one.prompt, *map(int, tokens), 40, 41], samples=False)
+        second = replace(one, prompt=[*conversation.ids, 40, 41], samples=False)
         assert conversation.past([second.prompt], model.runner)
         (expected,) = alone(model, [second])
         assert [p.token for p in stream(model, second, 0, conversation, None) if p.token is not None] == expected
@@ -179,6 +188,7 @@ def test_an_error_of_one_row_ends_that_row_alone(talking: Path, tmp_path: Path) 
     assert found == expected
 
 
+@pytest.mark.slow
 def test_rows_whose_activations_share_a_scale_run_by_themselves(tmp_path: Path) -> None:
     folder = save_letters(save_tiny("llama", tmp_path / "model", hidden_size=64, intermediate_size=64))
     export(folder, tmp_path / "out", quant="a8w8")

@@ -76,7 +76,7 @@ class CopiedCache(JoinedCache):
     def __init__(self) -> None:
         super().__init__()
         self._cache: Cache = ArrayCache({}, 0)
-        self._before = self._cache
+        self._before: Cache = self._cache
 
     def add(self, cache: Cache) -> None:
         arrays, width = cache.arrays(), max(self.columns, cache.length)
@@ -172,6 +172,11 @@ class SlotCache(JoinedCache):
     def past(self) -> Cache:
         self._make_room(len(self.lengths), self.columns + 1)
         return self._view(0, len(self.lengths), self.columns)
+
+    def grew(self, present: Cache) -> None:
+        view = self._views[0, len(self.lengths)]
+        assert isinstance(present, BufferCache) and present.buffers is view, "the step wrote into other memory"
+        super().grew(present)
 
     def before(self, at: int) -> Cache:
         return self._view(at, at + 1, self.columns - 1)
