@@ -21,7 +21,7 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 @option("--host", "Address to listen on.", str, default="127.0.0.1")
 @option("--port", "0 for any free port.", click.IntRange(0, 65535), show_default=True, default=8000)
 @option("--name", "Model name shown to clients. Default: the folder's name.", str, default="")
-@option("--parallel", "Answers generated at a time.", click.IntRange(1), show_default=True, default=4)
+@option("--parallel", "Answers generated at a time.", click.IntRange(1), show_default=True, default=16)
 @option("--queue", "Further requests that wait.", click.IntRange(0), show_default=True, default=32)
 @option(
     "--max-new-tokens",

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,6 +35,9 @@ from llmconv.runtime.runner import (
     taken_back,
 )
 from llmconv.tensors import Array
+
+if TYPE_CHECKING:
+    from llmconv.generation.shared_batch import SharedBatch
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:
@@ -220,10 +225,21 @@ class Batch:
 
     def _hear(self, step: Step, first: int, tokens: int) -> None:
         """Passes the hidden states of the first tokens of a step of a row that is alone to what guesses."""
-        if self._guesser and len(self.rows) == 1 and step.hidden is not None:
-            self._guesser.read(first, step.hidden[0, :tokens])
+        if len(self.rows) == 1 and step.hidden is not None:
+            self.hear(first, step.hidden[0, :tokens])
 
-    def step(self) -> Step:
+    def hear(self, first: int, hidden: Array) -> None:
+        """Passes hidden states [tokens, hidden] of the only row to what guesses, `first` the number of the first."""
+        if self._guesser:
+            self._guesser.read(first, hidden)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the cache contains all tokens but the last one of each row."""
+        return self._pending == 1
+
+    def step(self, *, guesses: bool = True) -> Step:
+        """Runs the next token of each row; of a row that is alone also those that are guessed, unless not `guesses`."""
         assert self.past
         if self._may_shrink:
             # removes ended rows once they are half of all: each removal copies the cache
@@ -244,7 +260,7 @@ class Batch:
         ids = np.stack([row.all_ids[-1:] for row in self.rows])
         if len(self.rows) == 1:
             self._number = self.rows[0].all_ids.size - self._pending
-            self._guess = self._guessed(self.rows[0])
+            self._guess = self._guessed(self.rows[0]) if guesses else self._ids[:0].ravel()
             ids = np.concatenate([self.rows[0].all_ids[-self._pending :], self._guess])[None]
         columns = self.past.tokens + ids.shape[1]
         mask = self._mask[:, :columns]
@@ -310,11 +326,13 @@ class Batch:
         return batch_values([row.inputs for row in self.rows], call, self._longest, self._runner.extra_inputs)
 
 
-def grow(batch: Batch, past: Past | None = None, most: int = 0) -> Iterator[TextPiece]:
+def grow(
+    batch: Batch, past: Past | None = None, most: int = 0, others: SharedBatch | None = None
+) -> Generator[TextPiece]:
     """The pieces of all rows, in turn, until all have ended; one `next()` runs at most one step of the model.
 
     Prompts run after the columns `past`, at most `most` columns per step, 0 for all; each step but the last yields an
-    empty piece.
+    empty piece. After its prompt a row that is alone runs together with `others`.
     """
     batch.start(past, most)
     while (step := batch.read()) is None:
@@ -322,6 +340,9 @@ def grow(batch: Batch, past: Past | None = None, most: int = 0) -> Iterator[Text
     while True:
         yield from batch.advance(step)
         if all(row.finish for row in batch.rows):
+            return
+        if others:
+            yield from others.rest(batch)
             return
         step = batch.step()
 
@@ -395,7 +416,7 @@ def common_length(sequences: Sequence[Sequence[int]], most: int) -> int:
     return same
 
 
-ROUNDING = 2**-9  # relative to the largest logit: more than calls with other numbers of tokens differ by
+ROUNDING = 2**-9  # relative to the largest logit: more than calls with other numbers of tokens or rows differ by
 PrefixCache = Conversation | SharedPrefix  # a cache of the first columns of a batch, which then do not run again
 Decode = Callable[[Sequence[int]], str]  # tokens to text
 
@@ -417,8 +438,12 @@ class LoopEngine:
         decode: Decode,
         cache: PrefixCache | None = None,
         most: int = 0,
+        others: SharedBatch | None = None,
     ) -> Generator[TextPiece]:
-        """Continues a batch by greedy search or sampling, after `cache`, with at most `most` prompt tokens per step."""
+        """Continues a batch by greedy search or sampling, after `cache`, with at most `most` prompt tokens per step.
+
+        A single row shares the steps of `others`, if it can.
+        """
         longest = max((len(start.prompt) + start.limit for start in starts), default=0)
         if len(starts) > 1 and not self.runner.reads_in_parts(longest):  # a longer one would change the others
             for index, start in enumerate(starts):
@@ -433,10 +458,12 @@ class LoopEngine:
         is_whole = False
         try:
             past = cache.past([row.prompt for row in batch.rows], self.runner) if cache else None
-            for piece in grow(batch, past, most):
-                is_whole = True
-                yield piece
-                is_whole = False
+            together = others if others and others.takes(batch.rows) else None
+            with closing(grow(batch, past, most, together)) as pieces:
+                for piece in pieces:
+                    is_whole = True
+                    yield piece
+                    is_whole = False
             is_whole = True
         finally:  # an interrupted step may have left the cache half written
             if cache and len(rows) == 1:

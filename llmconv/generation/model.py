@@ -55,6 +55,7 @@ from llmconv.runtime.tokenizer import UNKNOWN, TokenDecoder, encode_prompt, find
 if TYPE_CHECKING:
     from llmconv.generation.genai import GenaiEngine
     from llmconv.generation.images import ImageEncoder
+    from llmconv.generation.shared_batch import SharedBatch
     from llmconv.runtime.prefix import Prefix
 
 
@@ -335,6 +336,7 @@ class TextModel:
         decode: Decode | None = None,
         streamer: Any = None,
         inputs: Sequence[RequestInputs] | None = None,
+        others: SharedBatch | None = None,
     ) -> Generator[TextPiece]:
         """Continues every prompt, token by token; one `next()` runs at most one step of the model.
 
@@ -354,6 +356,7 @@ class TextModel:
                 `cache`.
             inputs: values of the model's extra inputs, by name, for each prompt; others have their defaults. Prompts
                 with values neither use nor change `cache`.
+            others: streams of this model whose steps a single prompt shares, see `shared_batch`.
 
         Raises:
             InputRefused: a prompt is longer than the context, embeddings have another size, or a value does not fit an
@@ -367,12 +370,18 @@ class TextModel:
         cache = None if placed or any(start.inputs for start in starts) else cache
         if streamer is not None:
             require_streamer(streamer, len(prompts), settings)
-            return feed(streamer, starts[0].prompt, self._engine.grow(starts, settings, decode, cache, most))
+            return feed(streamer, starts[0].prompt, self._engine.grow(starts, settings, decode, cache, most, others))
         if settings.num_beams > 1:
             if placed:
                 raise UsageProblem("a beam search takes tokens only", hint="give `--num-beams 1`")
             return self._search(starts, settings, decode)
-        return self._engine.grow(starts, settings, decode, cache, most)
+        return self._engine.grow(starts, settings, decode, cache, most, others)
+
+    def shared_batch(self) -> SharedBatch:
+        """For streams of single prompts that run in one call of the model, whenever they start and end."""
+        from llmconv.generation.shared_batch import SharedBatch  # noqa: PLC0415 - for a server
+
+        return SharedBatch(self.runner, self.positions)
 
     def _starts(
         self,

@@ -153,6 +153,11 @@ class Runner(Protocol):
         """Whether one run of `decode` continues `past` tokens by `new`, scores all of them, and keeps the past."""
         return False
 
+    @property
+    def runs_rows_apart(self) -> bool:
+        """Whether the results of a sequence do not depend on the others of its batch, up to rounding."""
+        return True
+
     def reads_in_parts(self, tokens: int) -> bool:
         """Whether a sequence gives the same if it runs in parts, after others in one cache, or with others in a batch.
 

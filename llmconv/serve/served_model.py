@@ -22,14 +22,18 @@ from llmconv.errors import InputRefused, LlmconvError
 from llmconv.generation import Conversation, GenerationSettings, TextModel
 from llmconv.generation.chat_session import ANSWER_TOKENS
 from llmconv.generation.chat_templates import find_template, require_valid
+from llmconv.generation.loop import common_length
 from llmconv.generation.prompts import TOKENIZER, EncodedPrompt
+from llmconv.generation.row import TextPiece
+from llmconv.memory import available_memory
 from llmconv.progress import warn
-from llmconv.runtime import Runner
-from llmconv.runtime.runner import PromptEmbeddings
+from llmconv.runtime.runner import Cache, PromptEmbeddings, RemoteCache
 from llmconv.runtime.tokenizer import TooManyTokens, token_ids
 from llmconv.serve.openai_schema import ApiError, CompletionRequest
 
-PROMPT_STEP = 256  # prompt tokens per step; after each step the next answer has its turn
+PROMPT_SECONDS = 0.1  # aim for the time of a step of a prompt: after each step the next answers have their turn
+PROMPT_STEP, PROMPT_STEPS = 64, (32, 64, 128, 256, 512)  # prompt tokens per step, at first and later
+KEPT = 0.1  # share of the free memory that caches of earlier answers may take
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,8 @@ class ServedModel:
         self.model, self.name = model, name
         self._template, self._system = template, system
         self._max_new_tokens = max_new_tokens or model.defaults.max_new_tokens or ANSWER_TOKENS
-        self._conversations = ConversationPool(kept, model.runner)
+        self._conversations, self._others = ConversationPool(kept), model.shared_batch()
+        self._prompt_step = PROMPT_STEP
         self._stops = find_template(template).stops
         if self.chats:
             try:
@@ -140,21 +145,36 @@ class ServedModel:
         """Generates the answers in sequence, so that a request uses one cache at a time."""
         for index, choice in enumerate(choices):
             # tokens do not tell images apart, so prompts with images keep no cache
-            conversation = Conversation() if choice.embeddings else self._conversations.take(choice.ids)
+            conversation = Conversation() if choice.embeddings else self._conversations.continued(choice.ids)
             past = conversation.past([choice.ids], self.model.runner)
             cached = past.tokens if past else 0
             placed = [choice.embeddings()] if choice.embeddings else []
-            pieces = self.model.stream([choice.ids], choice.settings, conversation, PROMPT_STEP, placed)
+            given: dict[str, Any] = {"embeddings": placed, "others": self._others}
+            pieces = self.model.stream([choice.ids], choice.settings, conversation, self._prompt_step, **given)
             try:
                 if choice.echo:
                     yield ChoiceDelta(index, choice.echo, 0, "")
-                for piece in pieces:
+                for piece in self._paced(pieces, self._prompt_step):
                     finish = "stop" if piece.finish == "eos" else piece.finish  # the other reasons have OpenAI's names
                     yield ChoiceDelta(index, piece.text, int(piece.token is not None), finish, cached)
                     cached = 0
             finally:
                 pieces.close()  # keeps its cache
-                self._conversations.give_back(conversation)
+                self._conversations.keep(conversation)
+
+    def _paced(self, pieces: Iterator[TextPiece], tokens: int) -> Iterator[TextPiece]:
+        """The pieces of an answer; the time of steps of its prompt decides about the steps of later prompts."""
+        is_prompt = True
+        while True:
+            started = time.perf_counter()
+            piece = next(pieces, None)
+            if piece is None:
+                return
+            is_prompt = is_prompt and piece.token is None and not piece.finish
+            if is_prompt:
+                most = tokens * PROMPT_SECONDS / (time.perf_counter() - started)
+                self._prompt_step = max((count for count in PROMPT_STEPS if count <= most), default=PROMPT_STEPS[0])
+            yield piece
 
     def _chat(self, request: CompletionRequest) -> EncodedPrompt:
         is_missing = self._system and request.messages[0]["role"] != "system"
@@ -214,26 +234,47 @@ def _too_long(message: str, parameter: str) -> ApiError:
 
 
 class ConversationPool:
-    """The latest conversations, at most `most` (0 for none), each used by one answer at a time; not thread-safe."""
+    """Caches of the latest prompts with their answers, for later prompts that begin with the same tokens.
 
-    def __init__(self, most: int, runner: Runner) -> None:
-        self._most, self._runner = most, runner
+    Any number of answers may continue one. At most `most` are kept (0 for none), and the latest of them that together
+    have at most `nbytes` (None for a tenth of the free memory). Not thread-safe.
+    """
+
+    def __init__(self, most: int, nbytes: int | None = None) -> None:
+        self._most = most
+        self._nbytes = int(KEPT * (available_memory() or 0)) if nbytes is None else nbytes
         self._kept: list[Conversation] = []
+        self._sizes: dict[Conversation, int] = {}
 
-    def take(self, prompt: Sequence[int]) -> Conversation:
-        """Removes and returns the conversation that shares at least half of its tokens, and most, or a new one."""
-        tokens, best = 0, -1
-        for at, kept in enumerate(self._kept):
-            past = kept.past([prompt], self._runner)
-            if past and past.tokens >= max(tokens, 1) and 2 * past.tokens >= len(kept.ids):
-                tokens, best = past.tokens, at
-        return self._kept.pop(best) if tokens else Conversation()
+    def continued(self, prompt: Sequence[int]) -> Conversation:
+        """A conversation that continues the kept cache which shares most tokens with a prompt, or a new one."""
+        ids, tokens, best = list(prompt), 0, None
+        for kept in self._kept:
+            if kept.ids[: tokens + 1] == ids[: tokens + 1]:
+                tokens, best = common_length([kept.ids, ids], most=len(ids) - 1), kept
+        made = Conversation()
+        if best is not None and tokens:
+            self._kept.remove(best)
+            self._kept.append(best)
+            made.keep(best.ids, best.cache)
+        return made
 
-    def give_back(self, conversation: Conversation) -> None:
-        """Puts a conversation back, and drops the oldest ones beyond the maximum."""
-        if conversation.ids:
-            self._kept.append(conversation)
-        del self._kept[: max(len(self._kept) - self._most, 0)]
+    def keep(self, conversation: Conversation) -> None:
+        """Adds a conversation, drops those that it continues, and the oldest ones beyond the maximum."""
+        if conversation.cache is None:
+            return
+        ids = conversation.ids
+        self._kept = [kept for kept in self._kept if ids[: len(kept.ids)] != kept.ids]
+        self._kept.append(conversation)
+        self._sizes[conversation] = _nbytes(conversation.cache)
+        self._sizes = {kept: self._sizes[kept] for kept in self._kept}
+        while self._kept and (len(self._kept) > self._most or sum(self._sizes.values()) > self._nbytes):
+            del self._sizes[self._kept.pop(0)]
+
+
+def _nbytes(cache: Cache) -> int:
+    """Size of a cache; 0 for one in another process."""
+    return 0 if isinstance(cache, RemoteCache) else sum(array.nbytes for array in cache.arrays().values())
 
 
 Item = TypeVar("Item")

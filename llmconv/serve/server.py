@@ -49,7 +49,7 @@ class ServerSettings:
         host: address to listen on.
         port: TCP port; 0 for any free one.
         name: model name for clients; default: the folder's name.
-        parallel: maximum number of answers that are generated in turn.
+        parallel: maximum number of answers that are generated at a time.
         queue: maximum number of further requests that wait.
         max_new_tokens: limit for requests that set none; default: the model's own.
         template: chat template.
@@ -61,7 +61,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     name: str = ""
-    parallel: int = 4
+    parallel: int = 16
     queue: int = 32
     max_new_tokens: int | None = None
     template: str = TOKENIZER

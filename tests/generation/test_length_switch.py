@@ -82,13 +82,14 @@ def test_a_kept_cache_changes_no_text(model: TextModel, first: int, then: int) -
 
 
 def test_a_short_chat_still_uses_its_cache_and_a_long_one_takes_none(model: TextModel) -> None:
-    conversation, pool = Conversation(), ConversationPool(2, model.runner)
+    conversation, pool = Conversation(), ConversationPool(2)
     continued(model, [PROMPT[:6]], conversation)
     ran = list(conversation.ids)
     assert conversation.past([[*ran, 1]], model.runner)
-    pool.give_back(conversation)
-    assert pool.take([*ran, *PROMPT[:20]]) is not conversation
-    assert pool.take([*ran, 1]) is conversation
+    pool.keep(conversation)
+    for more, is_used in ((PROMPT[:20], False), ([1], True)):
+        prompt = [*ran, *more]
+        assert bool(pool.continued(prompt).past([prompt], model.runner)) is is_used
 
 
 @pytest.mark.quick_rows("longrope")

@@ -62,6 +62,7 @@ def test_a_long_prompt_does_not_block_other_answers(chatting: Path, monkeypatch:
     choices = served.choices(completion_request({"prompt": "Once there was a clever dragon", "max_tokens": 2}))
     whole = list(served.steps(choices))
     monkeypatch.setattr("llmconv.serve.served_model.PROMPT_STEP", 2)
+    monkeypatch.setattr("llmconv.serve.served_model.PROMPT_STEPS", (2,))
     found = list(ServedModel(served.model, "tiny").steps(choices))
     turns = (len(choices[0].ids) - 1) // 2
     assert turns > 1 and [(delta.tokens, delta.text) for delta in found[:turns]] == [(0, "")] * turns

@@ -307,6 +307,11 @@ class OrtGraph:
         return self.dtype != np.float32 or bool(self._session.op_types & COARSE)
 
     @property
+    def scales_batches(self) -> bool:
+        """Whether it rounds all activations of a call by one scale."""
+        return bool(self._session.op_types & {"DynamicQuantizeLinear", "DynamicQuantizeMatMul"})
+
+    @property
     def is_on_host(self) -> bool:
         return self._device.memory == HOST
 

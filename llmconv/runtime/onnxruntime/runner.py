@@ -119,6 +119,10 @@ class OrtRunner(Runner):
         past += self.virtual_tokens
         return sizes is None or (not sizes.refusal(1, past, new) and sizes.width(1, past, new) >= new)
 
+    @property
+    def runs_rows_apart(self) -> bool:
+        return not self._step_graph.scales_batches
+
     def _smallest(self, name: str) -> int | None:
         sizes = [getattr(graph.sizes, name) for graph in (self._prompt_graph, self._step_graph) if graph.sizes]
         return min((size for size in sizes if size is not None), default=None)

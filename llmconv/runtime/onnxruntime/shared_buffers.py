@@ -27,7 +27,7 @@ from llmconv.runtime.extra_inputs import (
     copied_rows,
     grown,
 )
-from llmconv.runtime.onnxruntime.session_settings import INPUT_DTYPES, TENSOR_DTYPES, Device, as_array, host_value
+from llmconv.runtime.onnxruntime.session_settings import HOST, INPUT_DTYPES, TENSOR_DTYPES, Device, as_array, host_value
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession
 from llmconv.runtime.runner import Cache, PlacedEmbeddings
 from llmconv.tensors import Array
@@ -123,6 +123,19 @@ class CacheBuffers:
         self.values = [self._device.place(array) for array in arrays]
         self.capacity, self.filled, self.starts, self.before, self.runs = capacity, filled, starts, before, 0
         self._bound: dict[tuple[LimitedSession, int], BoundSession] = {}
+        self._held: Sequence[Array] = ()  # memory of the values that is not their own
+
+    @classmethod
+    def over(cls, arrays: Sequence[Array]) -> CacheBuffers:
+        """Buffers in the memory of contiguous arrays on the host."""
+        made = cls([], arrays[0].shape[2], 0, np.zeros(len(arrays[0]), np.int64), [])
+        made.values, made._held = [host_value(array) for array in arrays], arrays
+        return made
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether a node may read what the host has changed."""
+        return self._device.memory == HOST and not self._device.copies
 
     def bound(
         self,
