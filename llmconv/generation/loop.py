@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
@@ -35,9 +35,6 @@ from llmconv.runtime.runner import (
     taken_back,
 )
 from llmconv.tensors import Array
-
-if TYPE_CHECKING:
-    from llmconv.generation.shared_batch import SharedBatch
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:
@@ -326,8 +323,18 @@ class Batch:
         return batch_values([row.inputs for row in self.rows], call, self._longest, self._runner.extra_inputs)
 
 
+class SharedSteps(Protocol):
+    """Streams that run together, see `shared_batch`."""
+
+    def takes(self, rows: Sequence[Row]) -> bool:
+        """Whether these rows may run with others."""
+
+    def rest(self, batch: Batch) -> Iterator[TextPiece]:
+        """The pieces of the only row of `batch`, whose prompt has run."""
+
+
 def grow(
-    batch: Batch, past: Past | None = None, most: int = 0, others: SharedBatch | None = None
+    batch: Batch, past: Past | None = None, most: int = 0, others: SharedSteps | None = None
 ) -> Generator[TextPiece]:
     """The pieces of all rows, in turn, until all have ended; one `next()` runs at most one step of the model.
 
@@ -438,7 +445,7 @@ class LoopEngine:
         decode: Decode,
         cache: PrefixCache | None = None,
         most: int = 0,
-        others: SharedBatch | None = None,
+        others: SharedSteps | None = None,
     ) -> Generator[TextPiece]:
         """Continues a batch by greedy search or sampling, after `cache`, with at most `most` prompt tokens per step.
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from llmconv.generation.loop import ROUNDING, Batch
+from llmconv.generation.loop import ROUNDING, Batch, SharedSteps
 from llmconv.generation.row import Past, PositionRule, Row, TextPiece
 from llmconv.runtime.extra_inputs import ModelCall
 from llmconv.runtime.onnxruntime.joined_cache import JoinedCache, can_be_joined
@@ -31,7 +31,7 @@ class Member:
         self.error: Exception | None = None
 
 
-class SharedBatch:
+class SharedBatch(SharedSteps):
     """The rows that run together on one runner; for one thread."""
 
     def __init__(self, runner: Runner, positions: PositionRule = default_positions) -> None:
