@@ -41,7 +41,7 @@ COMMON = {
     ),
     "Sampling and length": (
         "max_new_tokens max_length temperature top_k top_p min_p repetition_penalty num_beams "
-        "num_return_sequences stop_strings seed"
+        "num_return_sequences stop_strings seed json_schema regex"
     ),
     "Output": "output output_file dtype imatrix max_shard_size graphs_only verify stream null overwrite resume dry_run",
     "Merge": "weights initial_adapters combine densities rank majority_sign base_quant alpha check",

@@ -55,6 +55,7 @@ from llmconv.runtime.tokenizer import UNKNOWN, TokenDecoder, encode_prompt, find
 if TYPE_CHECKING:
     from llmconv.generation.genai import GenaiEngine
     from llmconv.generation.images import ImageEncoder
+    from llmconv.generation.structured import GrammarCompiler, TokenMask
     from llmconv.runtime.prefix import Prefix
 
 
@@ -231,7 +232,17 @@ class TextModel:
     def _engine(self) -> GenaiEngine | LoopEngine:
         if self.backend == "genai":
             return cast("GenaiEngine", self.runner)
-        return LoopEngine(self.runner, self.positions, self.folder, self._guesser)
+        return LoopEngine(self.runner, self.positions, self.folder, self._guesser, self._mask)
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """What compiles the structures of `GenerationSettings` for the tokenizer."""
+        from llmconv.generation.structured import GrammarCompiler  # noqa: PLC0415 - few texts have a structure
+
+        return GrammarCompiler(self.tokenizer, self.decode.special_texts)
+
+    def _mask(self, settings: GenerationSettings) -> TokenMask | None:
+        return self.grammars.mask(settings.structure, settings.eos_token_id) if settings.structure else None
 
     @cached_property
     def _guesser(self) -> Callable[[], Guesser] | None:
@@ -363,6 +374,7 @@ class TextModel:
         settings = self.defaults if settings is None else require_settings(settings)
         starts = self._starts(token_lists(prompts), settings, samples, embeddings, inputs)
         decode = decode or self.decode
+        self._require_structure(settings)
         placed = any(start.embeddings for start in starts)
         cache = None if placed or any(start.inputs for start in starts) else cache
         if streamer is not None:
@@ -373,6 +385,16 @@ class TextModel:
                 raise UsageProblem("a beam search takes tokens only", hint="give `--num-beams 1`")
             return self._search(starts, settings, decode)
         return self._engine.grow(starts, settings, decode, cache, most)
+
+    def _require_structure(self, settings: GenerationSettings) -> None:
+        """Raises UsageProblem if texts cannot have the structure of the settings, for whatever reason."""
+        if settings.structure is None:
+            return
+        if settings.num_beams > 1 or self.backend == "genai":
+            what = "a beam search" if settings.num_beams > 1 else "GenAI's loop"
+            problem = f"`{settings.structure.name}`: {what} takes no structured output"
+            raise UsageProblem(problem, hint="leave out `--num-beams`, or `--backend genai`")
+        self.grammars.require(settings.structure, settings.eos_token_id)
 
     def _starts(
         self,
