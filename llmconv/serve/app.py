@@ -37,14 +37,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmconv.errors import LlmconvError, UsageProblem
-from llmconv.serve.openai_schema import (
-    ApiError,
-    CompletionRequest,
-    as_api_error,
-    chat_request,
-    completion_request,
-    parse_json,
-)
+from llmconv.serve.fields import ApiError, as_api_error
+from llmconv.serve.openai_schema import CompletionRequest, chat_request, completion_request, parse_json
 from llmconv.serve.served_model import ChoiceDelta, CompletionChoice, Job, Scheduler, ServedModel
 
 # paths without API key: the page asks the user for the key, and a monitor has none

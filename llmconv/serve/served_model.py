@@ -27,7 +27,8 @@ from llmconv.progress import warn
 from llmconv.runtime import Runner
 from llmconv.runtime.runner import PromptEmbeddings
 from llmconv.runtime.tokenizer import TooManyTokens, token_ids
-from llmconv.serve.openai_schema import ApiError, CompletionRequest
+from llmconv.serve.fields import ApiError
+from llmconv.serve.openai_schema import CompletionRequest
 
 PROMPT_STEP = 256  # prompt tokens per step; after each step the next answer has its turn
 

@@ -35,7 +35,7 @@ from llmconv.generation import TextModel
 from llmconv.generation.prompts import TOKENIZER
 from llmconv.progress import warn
 from llmconv.serve.app import AccessRules, make_app
-from llmconv.serve.openai_schema import ApiError
+from llmconv.serve.fields import ApiError
 from llmconv.serve.served_model import Scheduler, ServedModel
 
 SLACK = 5  # seconds after the grace period in which connections may still close by themselves

@@ -15,7 +15,8 @@ from starlette.testclient import TestClient
 
 from llmconv.generation import TextModel
 from llmconv.serve.app import MAX_BODY_BYTES
-from llmconv.serve.openai_schema import ApiError, chat_request, completion_request
+from llmconv.serve.fields import ApiError
+from llmconv.serve.openai_schema import chat_request, completion_request
 from tests.builders.chatting import CONTEXT
 from tests.serve.conftest import Clients
 
