@@ -53,7 +53,7 @@ COMMON = {
     "Shapes and cache": "shapes max_seq_len prompt_len cache",
     "Runtime and precision": "target strict_target precision logits_dtype",
     "Quantization": "quant quant_block symmetric quant_exclude quant_bits method calibrate static_activations kv_cache",
-    "Server": "host port name parallel queue api_key allow_hosts allow_origins",
+    "Server": "host port name parallel queue tool_parser reasoning_parser api_key allow_hosts allow_origins",
     "What is compared": "graphs input_map reference allow_changed",
     "Scenarios": "suite scenario budget repeat layers low_memory",
     "Cost of quantization": "text max_divergence min_agreement",

@@ -15,6 +15,7 @@ for in the result, as llama.cpp does.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -125,9 +126,15 @@ def require_template(tokenizer: Any, template: str) -> Template:
     return found
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str = TOKENIZER) -> str:
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    template: str = TOKENIZER,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
     """The text of a chat up to where the answer begins; if the last message is the assistant's, it is continued.
 
+    `variables` are given to the template, such as `tools`.
     Contents are converted to the form that the template (a name in `TEMPLATES`, or the path of a Jinja file) reads.
     Raises InputRefused if a content is not a text or the template fails, or as `require_template`.
     """
@@ -141,7 +148,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
         raise InputRefused(problem, hint="give `--template alpaca`, or a Jinja file that uses `message.input`")
     try:
         fitted = ContentForms(source, partial(_text, tokenizer, template)).fitted(messages)
-        text = _text(tokenizer, template, fitted, for_answer=True)
+        text = _text(tokenizer, template, fitted, for_answer=True, variables=variables)
     except ValueError as error:
         problem = f"the chat template {error}"
         raise InputRefused(problem, hint="check the roles of the messages and their order, or the template") from error
@@ -159,7 +166,29 @@ def require_valid(tokenizer: Any, template: str) -> None:
             raise InputRefused(f"the chat template {error}", hint="mend the template, or give another") from error
 
 
-def _text(tokenizer: Any, template: str, messages: Sequence[Mapping[str, Any]], for_answer: bool = False) -> str:
+def takes_tools(tokenizer: Any, template: str) -> bool:
+    """Whether a chat template shows the tools that it is given."""
+    source = str(find_template(template).text or tokenizer.chat_template)
+    known = _known(source)
+    if ("", True) not in known:
+        schema = {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}, "required": ["a"]}
+        function = {"name": NEEDLE, "description": "a", "parameters": schema}
+        tools = {"tools": [{"type": "function", "function": function}]}
+        try:
+            messages = [{"role": "user", "content": "a"}]
+            known["", True] = NEEDLE in _text(tokenizer, template, messages, True, tools)
+        except ValueError:
+            known["", True] = False
+    return known["", True]
+
+
+def _text(
+    tokenizer: Any,
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    for_answer: bool = False,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
     """The text of messages, made by `bounded_text` if the template comes with a model; raises as it does."""
     goes_on = for_answer and messages[-1]["role"] == "assistant"
     render = partial(
@@ -169,6 +198,7 @@ def _text(tokenizer: Any, template: str, messages: Sequence[Mapping[str, Any]], 
         tokenize=False,
         add_generation_prompt=for_answer and not goes_on,
         continue_final_message=goes_on,
+        **(variables or {}),
     )
     trusted = template in TEMPLATES and template != TOKENIZER
     if trusted:
@@ -192,10 +222,14 @@ def _rendered(render: Callable[[], str]) -> str:
 
 
 def chat_text(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str, add_special_tokens: bool
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    template: str,
+    add_special_tokens: bool,
+    variables: Mapping[str, Any] | None = None,
 ) -> tuple[str, bool]:
     """The text of `render_chat`, and whether the tokenizer is to add special tokens: not where it has a start token."""
-    text = render_chat(tokenizer, messages, template)
+    text = render_chat(tokenizer, messages, template, variables)
     require_text(text)
     has_start = template == TOKENIZER or bool(tokenizer.bos_token and text.startswith(tokenizer.bos_token))
     return text, add_special_tokens and not has_start
@@ -208,9 +242,10 @@ def encode_chat(
     *,
     add_special_tokens: bool = True,
     most: int | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Tokens of `render_chat` with one start token; InputRefused without any, TooManyTokens over twice `most`."""
-    text, starts = chat_text(tokenizer, messages, template, add_special_tokens)
+    text, starts = chat_text(tokenizer, messages, template, add_special_tokens, variables)
     ids = token_ids(tokenizer, text, most, add_special_tokens=starts)
     if not ids:
         raise InputRefused("the chat has no tokens", hint="give a message that is not empty")
@@ -239,7 +274,35 @@ class ContentForms:
 
     def fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages with each content in a form that the template reads, if any; raises RenderLimitExceeded."""
-        return [{**message, "content": self._content(str(message["role"]), message["content"])} for message in messages]
+        made = [{**message, "content": self._content(str(message["role"]), message["content"])} for message in messages]
+        if any(message.get("tool_calls") for message in made):
+            in_text, empty = self._call_form()
+            made = [_with_calls(message, in_text, empty) for message in made]
+        return made
+
+    def _call_form(self) -> tuple[bool, bool]:
+        """Whether the template reads arguments of calls as JSON text, and an empty content in place of none."""
+        for in_text, empty in ((False, False), (False, True), (True, False), (True, True)):
+            key = f"calls {empty}", in_text
+            if key not in self._known:
+                self._known[key] = self._tried_calls(in_text, empty)
+            if self._known[key]:
+                return in_text, empty
+        return False, False
+
+    def _tried_calls(self, in_text: bool, empty: bool) -> bool:
+        function = {"name": "a", "arguments": {NEEDLE: NEEDLE}}
+        call = {"id": CALL_ID, "type": "function", "function": function}
+        calls = {"role": "assistant", "content": None, "tool_calls": [call]}
+        user = {"role": "user", "content": "a"}
+        answer = {"role": "tool", "content": "a", "name": "a", "tool_call_id": CALL_ID}
+        try:
+            text = self._render([user, _with_calls(calls, in_text, empty), answer])
+        except RenderLimitExceeded:
+            raise
+        except Exception:  # a template can raise anything
+            return False
+        return NEEDLE in text and f"'{NEEDLE}'" not in text and f'\\"{NEEDLE}' not in text
 
     def _reads(self, role: str, in_parts: bool) -> bool:
         key = role, in_parts
@@ -268,6 +331,28 @@ class ContentForms:
         except Exception:  # a template can raise anything
             return False
         return NEEDLE in text and f"'{NEEDLE}'" not in text and f'"{NEEDLE}"' not in text
+
+
+CALL_ID = "zq7w3k9ab"  # nine letters and digits, as Mistral's templates demand
+
+
+def _with_calls(message: Mapping[str, Any], in_text: bool, empty: bool) -> dict[str, Any]:
+    """A message whose calls have their arguments as JSON text, or as an object; `empty`: without None as content."""
+    made = dict(message)
+    if not made.get("tool_calls"):
+        return made
+    if empty and made["content"] is None:
+        made["content"] = ""
+    calls = []
+    for call in made["tool_calls"]:
+        given = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(given, Mapping) or not isinstance(given.get("arguments"), Mapping):
+            calls.append(call)  # as the caller wrote it
+            continue
+        arguments = json.dumps(given["arguments"], ensure_ascii=False) if in_text else given["arguments"]
+        calls.append({**call, "function": {**given, "arguments": arguments}})
+    made["tool_calls"] = calls
+    return made
 
 
 @lru_cache(maxsize=64)

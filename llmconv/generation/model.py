@@ -284,6 +284,7 @@ class TextModel:
         *,
         add_special_tokens: bool = True,
         most: int | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Tokens of a chat, up to where the answer begins; if the last message is the assistant's, it is continued.
 
@@ -292,6 +293,7 @@ class TextModel:
             template: `tokenizer` for the tokenizer's own, or one of `templates.TEMPLATES`.
             add_special_tokens: add a start token if the template does not write it.
             most: see `encode`.
+            variables: further variables of the template, such as `tools` and `enable_thinking`.
 
         Raises:
             InputRefused: the tokenizer has no chat template, the template fails on the messages, or see `encode`.
@@ -299,7 +301,8 @@ class TextModel:
         """
         from llmconv.generation.chat_templates import encode_chat  # noqa: PLC0415 - a text needs none
 
-        return encode_chat(self.tokenizer, messages, template, add_special_tokens=add_special_tokens, most=most)
+        options: dict[str, Any] = {"add_special_tokens": add_special_tokens, "most": most, "variables": variables}
+        return encode_chat(self.tokenizer, messages, template, **options)
 
     def without_images(self, ids: list[int], name: str = "the prompt") -> list[int]:
         """The tokens of a prompt without images, see `ImageEncoder.without_images`."""
@@ -319,10 +322,11 @@ class TextModel:
         template: str = TOKENIZER,
         *,
         add_special_tokens: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> EncodedPrompt:
         """A chat with images, which are paths, bytes of files, or images of Pillow; otherwise as `encode_chat`.
 
-        `messages` have a part of type `image` for each image, or none; `template` and `add_special_tokens` are as
+        `messages` have a part of type `image` for each image, or none; the other arguments are as
         there. Also raises InputRefused if an image is refused, UsageProblem if the model takes no images.
         """
         from llmconv.generation.chat_templates import chat_text  # noqa: PLC0415 - a text needs none
@@ -331,7 +335,7 @@ class TextModel:
         encoder = self.require_images()
         if template == TOKENIZER:  # other templates take texts only
             messages = with_images(messages, len(images))
-        text, starts = chat_text(self.tokenizer, messages, template, add_special_tokens)
+        text, starts = chat_text(self.tokenizer, messages, template, add_special_tokens, variables)
         return encoder.encode(text, images, starts=starts, most=self.longest_prompt)
 
     def stream(  # noqa: PLR0913 - what a prompt may have besides tokens
@@ -374,7 +378,7 @@ class TextModel:
         settings = self.defaults if settings is None else require_settings(settings)
         starts = self._starts(token_lists(prompts), settings, samples, embeddings, inputs)
         decode = decode or self.decode
-        self._require_structure(settings)
+        self.require_structure(settings)
         placed = any(start.embeddings for start in starts)
         cache = None if placed or any(start.inputs for start in starts) else cache
         if streamer is not None:
@@ -386,7 +390,7 @@ class TextModel:
             return self._search(starts, settings, decode)
         return self._engine.grow(starts, settings, decode, cache, most)
 
-    def _require_structure(self, settings: GenerationSettings) -> None:
+    def require_structure(self, settings: GenerationSettings) -> None:
         """Raises UsageProblem if texts cannot have the structure of the settings, for whatever reason."""
         if settings.structure is None:
             return

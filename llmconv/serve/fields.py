@@ -6,7 +6,6 @@ Errors go to clients as OpenAI's error object, never with a traceback.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import UnionType
 from typing import Any, TypeVar
 
 from llmconv.errors import LlmconvError, StageFailed
@@ -65,7 +64,13 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 Number = TypeVar("Number", int, float)
-NAMES: dict[Any, str] = {str: "a text", list: "a list", dict: "an object", str | list: "a text or a list"}
+NAMES: dict[Any, str] = {
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+    str | list: "a text or a list",
+    bool: "true or false",
+}
 
 
 class Fields:
@@ -76,7 +81,7 @@ class Fields:
             raise ApiError("the body must be a JSON object")
         self._left, self._prefix = dict(content), prefix
 
-    def take(self, name: str, kind: type | UnionType) -> Any:
+    def take(self, name: str, kind: Any) -> Any:
         """Removes and returns a field, None if it is missing; raises ApiError for another type than `kind`."""
         if (value := self._left.pop(name, None)) is None or isinstance(value, kind):
             return value

@@ -11,10 +11,12 @@ import base64
 import binascii
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmconv.checkpoint import StrictJsonError, parse_strictly
+from llmconv.generation.structured import Structure
+from llmconv.serve.answer_forms import ToolUse, calls_of, structure_of, template_fields, tool_answer, tools_of
 from llmconv.serve.fields import ApiError, Fields, checked_text
 
 MAX_CHOICES = 4
@@ -24,12 +26,12 @@ MAX_STOPS = 4
 MAX_TOKENS = 1_000_000
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` for completions; chat answers have none
 # role of a message to the role in chat templates
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # fields that clients may send to any server, and that do not change the text
 WITHOUT_EFFECT = frozenset(
     [
-        *("metadata", "moderation", "modalities", "parallel_tool_calls", "prediction", "prompt_cache_key"),
-        *("prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "store", "user"),
+        *("metadata", "moderation", "modalities", "prediction", "prompt_cache_key"),
+        *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"),
         "verbosity",
     ]
 )
@@ -64,6 +66,9 @@ class CompletionRequest:
     include_usage: bool  # end the stream with token counts
     echo: bool = False  # begin a completion with its prompt
     images: tuple[bytes, ...] = ()  # image files of the chat, in order
+    structure: Structure | None = None  # the form of the text
+    tools: ToolUse = ToolUse()
+    template_fields: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
 
     @property
     def is_chat(self) -> bool:
@@ -85,16 +90,23 @@ def chat_request(content: Any) -> CompletionRequest:
     fields = Fields(content)
     if not (messages := fields.take("messages", list)):
         raise ApiError("`messages` must be a list of at least one message", parameter="messages")
-    _refuse_tools(fields)
+    tools, variables = tools_of(fields), template_fields(fields)
+    for name in ("audio", "web_search_options"):
+        if fields.take(name, dict):
+            raise ApiError(f"`{name}` is not supported", parameter=name)
     for name, wanted in (("logprobs", fields.flag("logprobs")), ("top_logprobs", fields.number("top_logprobs", int))):
         if wanted:
             raise ApiError(f"log probabilities are not supported: leave `{name}` out", parameter=name)
     most = fields.number("max_completion_tokens", int, 1, MAX_TOKENS)
     deprecated = fields.number("max_tokens", int, 1, MAX_TOKENS)
     images: list[bytes] = []
-    found = tuple(_message(message, f"messages[{at}]", images) for at, message in enumerate(messages))
-    request = _request(fields, most if most is not None else deprecated, messages=found)
-    return replace(request, images=tuple(images))
+    found: list[Mapping[str, Any]] = []
+    for at, message in enumerate(messages):
+        found.append(_message(message, f"messages[{at}]", images, found))
+    request = _request(fields, most if most is not None else deprecated, messages=tuple(found))
+    if request.structure and tools.forced:
+        raise ApiError("a call that `tool_choice` forces has no other form", parameter="tool_choice")
+    return replace(request, images=tuple(images), tools=tools, template_fields=variables)
 
 
 def completion_request(content: Any) -> CompletionRequest:
@@ -128,8 +140,9 @@ def _request(
     options.flag("include_obfuscation")
     options.nothing_else(frozenset())
     sampling, stream, model = _sampling(fields, max_tokens), fields.flag("stream"), fields.take("model", str)
+    structure = structure_of(fields)
     fields.nothing_else(WITHOUT_EFFECT)
-    return CompletionRequest(model, messages, prompts, sampling, stream, include_usage, echo)
+    return CompletionRequest(model, messages, prompts, sampling, stream, include_usage, echo, structure=structure)
 
 
 def _sampling(fields: Fields, max_tokens: int | None) -> SamplingOptions:
@@ -154,36 +167,31 @@ def _stops(value: str | list[Any] | None) -> tuple[str, ...]:
     return tuple(checked_text(stop, "stop") for stop in stops)
 
 
-def _refuse_tools(fields: Fields) -> None:
-    for name in ("tools", "functions"):
-        if fields.take(name, list):
-            raise ApiError(f"`{name}` is not supported: this server returns only text", parameter=name)
-    for name in ("tool_choice", "function_call"):
-        if fields.take(name, str | dict) not in (None, "none", "auto"):
-            raise ApiError(f"`{name}` is not supported", parameter=name)
-    wanted = fields.take("response_format", dict)
-    if wanted and wanted.get("type") != "text":
-        raise ApiError('`response_format` must be {"type": "text"}', parameter="response_format")
-    for name in ("audio", "web_search_options"):
-        if fields.take(name, dict):
-            raise ApiError(f"`{name}` is not supported", parameter=name)
-
-
-def _message(message: Any, where: str, images: list[bytes]) -> Mapping[str, Any]:
-    """A checked message; its images are added to `images`."""
+def _message(message: Any, where: str, images: list[bytes], before: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """A checked message after those `before` it; its images are added to `images`."""
     if not isinstance(message, dict):
         raise ApiError(f"`{where}` must be an object with role and content", parameter=where)
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         known = ", ".join(f"'{name}'" for name in ROLES)
         raise ApiError(f"`{where}.role` must be one of {known}", parameter=f"{where}.role")
-    if message.get("tool_calls") or message.get("function_call"):
-        raise ApiError(f"`{where}.tool_calls` is not supported", parameter=f"{where}.tool_calls")
-    if message.get("content") is None:
+    calls, content = calls_of(message, where), message.get("content")
+    if content is None and not calls:
         found = "is null" if "content" in message else "is missing"
-        problem = f"`{where}.content` {found} but must be a text: tool calls, which need none, are not supported"
+        problem = f"`{where}.content` {found} but must be a text: only messages with `tool_calls` need none"
         raise ApiError(problem, parameter=f"{where}.content")
-    return {"role": ROLES[role], "content": _content(message["content"], f"{where}.content", images)}
+    made = {
+        "role": ROLES[role],
+        "content": content if content is None else _content(content, f"{where}.content", images),
+    }
+    if calls:
+        made["tool_calls"] = calls
+    if role == "tool":
+        made |= tool_answer(message, where, before)
+    reasoning = message.get("reasoning_content", message.get("reasoning"))
+    if role == "assistant" and isinstance(reasoning, str) and reasoning:
+        made["reasoning_content"] = checked_text(reasoning, f"{where}.reasoning_content")
+    return made
 
 
 def _content(content: Any, where: str, images: list[bytes]) -> str | list[dict[str, str]]:

@@ -432,7 +432,7 @@ class Dialect:
     frame: Frame | None = None
 
 
-HARMONY = "harmony"
+HARMONY, HERMES = "harmony", "hermes"
 HERMES_FRAME = quoted_frame("<tool_call>\n", "\n</tool_call>", "\n")
 HERMES_READ = partial(read_json, begin="<tool_call>", end="</tool_call>")
 ESCAPE, QUOTE = "<escape>", '<|"|>'
@@ -510,7 +510,7 @@ DIALECTS: dict[str, Dialect] = {
         partial(read_json, begin="<|tool_call|>"),
         frame=quoted_frame("", "", ", ", opening="<|tool_call|>[", closing="]"),
     ),
-    "hermes": Dialect(("<tool_call>",), ("<tool_call>",), HERMES_READ, frame=HERMES_FRAME),
+    HERMES: Dialect(("<tool_call>",), ("<tool_call>",), HERMES_READ, frame=HERMES_FRAME),
     "llama3_json": Dialect(
         ("ipython", '"parameters"'),
         ("<|python_tag|>",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from llmconv.export.exporter import export
 from tests.builders.tracing import trace_once
 from tests.conftest import save_tiny
 
-CONTEXT = 4096
+CONTEXT, COLUMNS = 4096, 512
 TEXTS = (
     '{"name": "Ada", "age": 36, "tags": ["a", "b"], "city": null, "ok": true}',
     '{\n  "items": [1, 2.5, -3e4],\n  "nested": {"é": "✓ 語"}\n}',
@@ -60,11 +61,58 @@ def fast(made: Tokenizer, template: str | None = None) -> PreTrainedTokenizerFas
 
 
 def save_worded(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
-    """A Llama with graphs, whose logits have more columns than the tokenizer has tokens, as published models have."""
+    """A Llama with graphs, whose logits have more columns than the tokenizer has tokens, as published models have.
+
+    Its config is the same for every tokenizer, so that it is traced once.
+    """
     trace_once()
-    ends = tokenizer.eos_token_id
-    sizes = {"vocab_size": len(tokenizer) + 29, "max_position_embeddings": CONTEXT}
-    save_tiny("llama", folder, **sizes, eos_token_id=ends, bos_token_id=ends, pad_token_id=ends)
+    save_tiny("llama", folder, vocab_size=COLUMNS, max_position_embeddings=CONTEXT)
     export(folder, prefill=True, incremental=True)
     tokenizer.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}))
     return folder
+
+
+HERMES_TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+Tools:{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}
+Calls are written as <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking %}<think>
+{% else %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+"""As of Qwen 3, whose `enable_thinking` begins the reasoning in the prompt."""
+
+MISTRAL_TEMPLATE = """\
+{%- for message in messages %}
+{%- if message.role == 'user' %}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif -%}
+[INST]{{ message.content }}[/INST]
+{%- elif message.tool_calls %}{% for call in message.tool_calls %}
+{%- if call.id | length != 9 %}{{ raise_exception('Tool call IDs have nine characters') }}{% endif %}
+[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}{% endfor %}</s>
+{%- elif message.role == 'tool' %}[TOOL_RESULTS]{{ message.content }}[/TOOL_RESULTS]
+{%- else %}{{ message.content }}{% endif %}
+{%- endfor %}"""
+
+DEEPSEEK_TEMPLATE = """\
+{%- for message in messages %}
+{%- if message.role == 'assistant' and message.tool_calls is defined %}
+{%- for call in message.tool_calls %}
+{{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' + call.function.arguments + '\\n```' }}
+{%- endfor %}
+{%- else %}{{ '[' + message.role + ']' + message.content }}{% endif %}
+{%- endfor %}"""
+"""As of DeepSeek-V3, which takes arguments as a text."""
