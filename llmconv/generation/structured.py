@@ -208,7 +208,7 @@ def library() -> Any:
         return importlib.import_module("llguidance")
     except ImportError as error:
         problem = "structured output needs the package llguidance, which is not installed"
-        raise UnsupportedInput(problem, hint="`pip install 'llmconv[structured]'`") from error
+        raise UnsupportedInput(problem, hint="`pip install llguidance`") from error
 
 
 def _bounded(make: Callable[[], str], name: str) -> str:

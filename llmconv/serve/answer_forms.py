@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from llmconv.errors import LlmconvError
@@ -186,8 +187,7 @@ def _choice(choice: str | dict[str, Any] | None, schemas: Mapping[str, Any]) -> 
 def schemas_with_options(schemas: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """The schemas of arguments as llguidance takes them; ApiError for what it cannot enforce."""
     return {
-        name: made(lambda one=schema, at=name: with_options(one, f"parameters of {at}"), "tools")
-        for name, schema in schemas.items()
+        name: made(partial(with_options, schema, f"parameters of {name}"), "tools") for name, schema in schemas.items()
     }
 
 

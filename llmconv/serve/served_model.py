@@ -66,9 +66,9 @@ class ServedModel:
     """A model with its public name (`name`, which clients send) and the server's limits.
 
     `template` is as for `TextModel.encode_chat`, `system` the message of chats that have none; `max_new_tokens` is for
-    requests that set none (default: the model's own, else 2048); `kept` caches of earlier answers stay; `tool_parser` and
-    `reasoning_parser` are as for `AnswerFormat`. Raises InputRefused for an invalid or endless template (a warning for a tokenizer's own, without which texts are
-    continued), UsageProblem for an unknown one.
+    requests that set none (default: the model's own, else 2048); `kept` caches of earlier answers stay; `tool_parser`
+    and `reasoning_parser` are as for `AnswerFormat`. Raises InputRefused for an invalid or endless template (a warning
+    for a tokenizer's own, without which texts are continued), UsageProblem for an unknown one.
     """
 
     def __init__(

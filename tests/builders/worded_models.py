@@ -111,7 +111,8 @@ DEEPSEEK_TEMPLATE = """\
 {%- for message in messages %}
 {%- if message.role == 'assistant' and message.tool_calls is defined %}
 {%- for call in message.tool_calls %}
-{{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' + call.function.arguments + '\\n```' }}
+{{- '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' }}
+{{- call.function.arguments + '\\n```' }}
 {%- endfor %}
 {%- else %}{{ '[' + message.role + ']' + message.content }}{% endif %}
 {%- endfor %}"""

@@ -42,7 +42,9 @@ class Tree(BaseModel):
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    tokenizer = fast(byte_level(["<|im_start|>"], ["<think>", "</think>", "<tool_call>", "</tool_call>"]), HERMES_TEMPLATE)
+    tokenizer = fast(
+        byte_level(["<|im_start|>"], ["<think>", "</think>", "<tool_call>", "</tool_call>"]), HERMES_TEMPLATE
+    )
     folder: Path = save_worded(tmp_path_factory.mktemp("clients"), tokenizer)
     with serving(folder) as served:
         yield f"{served.address}/v1"
@@ -119,12 +121,3 @@ def test_an_invalid_schema_is_a_bad_request(client: openai.OpenAI, model: str) -
     with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(**asked(model=model, response_format=form))
     assert "uniqueItems" in str(refused.value)
-
-
-def test_instructor_gets_objects_by_tools_and_by_schema(client: openai.OpenAI, model: str) -> None:
-    instructor = pytest.importorskip("instructor")
-    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
-        made = instructor.from_openai(client, mode=mode).chat.completions.create(
-            **asked(model=model, temperature=1, seed=4), response_model=City, max_retries=0
-        )
-        assert isinstance(made, City)

@@ -62,7 +62,7 @@ HARMONY = (
     "<|channel|>analysis<|message|>Need the weather.<|end|><|start|>assistant<|channel|>commentary "
     'to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}<|call|>'
 )
-NOW = ("now", {})
+NOW: tuple[str, Any] = ("now", {})
 TRANSCRIPTS: list[tuple[str, str, str, str, list[Any]]] = [
     ("hermes", hermes(PARIS), "", "", [PARIS]),
     ("hermes", f"Let me look.\n\n{hermes(PARIS, ZURICH)}", "Let me look.", "", [PARIS, ZURICH]),
@@ -74,33 +74,112 @@ TRANSCRIPTS: list[tuple[str, str, str, str, list[Any]]] = [
     ("qwen3_coder", f"I call.\n{CODER}\n{CODER}", "I call.", "", [ZURICH, ZURICH]),
     ("qwen3_coder", CODER.removeprefix("<tool_call>\n"), "", "", [ZURICH]),
     ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>", "", "", [NOW]),
-    ("qwen3_coder", "<tool_call>\n<function=write>\n<parameter=text>\n}\n</parameter>\n<parameter=on>\ntrue\n</parameter>\n<parameter=lines>\n[1, {\"a\": 2}]\n</parameter>\n</function>\n</tool_call>", "", "", [("write", {"text": "}", "on": True, "lines": [1, {"a": 2}]})]),
+    (
+        "qwen3_coder",
+        (
+            "<tool_call>\n<function=write>\n<parameter=text>\n}\n</parameter>\n<parameter=on>\ntrue\n</pa"
+            'rameter>\n<parameter=lines>\n[1, {"a": 2}]\n</parameter>\n</function>\n</tool_call>'
+        ),
+        "",
+        "",
+        [("write", {"text": "}", "on": True, "lines": [1, {"a": 2}]})],
+    ),
     ("glm45", f"<think>Sure.</think>\nOK\n{GLM}", "OK", "Sure.", [ZURICH]),
     ("glm45", "<tool_call>now\n</tool_call>", "", "", [NOW]),
-    ("glm45", "<tool_call>get_weather<arg_key>city</arg_key><arg_value>12</arg_value></tool_call>", "", "", [("get_weather", {"city": "12"})]),
+    (
+        "glm45",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>12</arg_value></tool_call>",
+        "",
+        "",
+        [("get_weather", {"city": "12"})],
+    ),
     ("minimax_m2", MINIMAX, "", "", [ZURICH, NOW]),
     ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris"}}', "", "", [PARIS]),
-    ("llama3_json", '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "now", "parameters": {}}', "", "", [PARIS, NOW]),
+    (
+        "llama3_json",
+        '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "now", "parameters": {}}',
+        "",
+        "",
+        [PARIS, NOW],
+    ),
     ("llama3_json", '{"name": "Ada", "parameters": {}}', '{"name": "Ada", "parameters": {}}', "", []),
     ("llama3_json", 'Here: {"name": "now", "parameters": {}}', 'Here: {"name": "now", "parameters": {}}', "", []),
-    ("mistral", '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "now", "arguments": {}}]', "", "", [PARIS, NOW]),
-    ("mistral_v11", 'Wait.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]now[ARGS]{}', "Wait.", "", [PARIS, NOW]),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris"}}, {"name": "now", "arguments": {}}]',
+        "",
+        "",
+        [PARIS, NOW],
+    ),
+    (
+        "mistral_v11",
+        'Wait.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris"}[TOOL_CALLS]now[ARGS]{}',
+        "Wait.",
+        "",
+        [PARIS, NOW],
+    ),
     ("mistral_v11", '[TOOL_CALLS]get_weather[CALL_ID]aB3dE6gH9[ARGS]{"city": "Paris"}', "", "", [PARIS]),
     ("deepseek_v3", f"I look.{DEEPSEEK}", "I look.", "", [ZURICH, NOW]),
-    ("deepseek_v31", '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris"}<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>', "", "", [PARIS, NOW]),
-    ("kimi_k2", 'Hm.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Paris"}<|tool_call_end|><|tool_call_begin|>functions.now:1 <|tool_call_argument_begin|> {}<|tool_call_end|><|tool_calls_section_end|>', "Hm.", "", [PARIS, NOW]),
+    (
+        "deepseek_v31",
+        (
+            '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris"}<｜tool'
+            "▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+        ),
+        "",
+        "",
+        [PARIS, NOW],
+    ),
+    (
+        "kimi_k2",
+        (
+            "Hm.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_"
+            'argument_begin|>{"city": "Paris"}<|tool_call_end|><|tool_call_begin|>functions.now:1 '
+            "<|tool_call_argument_begin|> {}<|tool_call_end|><|tool_calls_section_end|>"
+        ),
+        "Hm.",
+        "",
+        [PARIS, NOW],
+    ),
     ("gemma4", f"{GEMMA}<|tool_call>call:now{{}}<tool_call|>", "", "", [ZURICH, NOW]),
-    ("gemma4", '<|tool_call>call:write{text:<|"|>a, {b}: "c"<|"|>,lines:[1,{k:<|"|>v<|"|>},[]],on:false}<tool_call|>', "", "", [("write", {"text": 'a, {b}: "c"', "lines": [1, {"k": "v"}, []], "on": False})]),
-    ("functiongemma", "<start_function_call>call:get_weather{city:<escape>Zürich<escape>,days:3}<end_function_call>", "", "", [ZURICH]),
+    (
+        "gemma4",
+        '<|tool_call>call:write{text:<|"|>a, {b}: "c"<|"|>,lines:[1,{k:<|"|>v<|"|>},[]],on:false}<tool_call|>',
+        "",
+        "",
+        [("write", {"text": 'a, {b}: "c"', "lines": [1, {"k": "v"}, []], "on": False})],
+    ),
+    (
+        "functiongemma",
+        "<start_function_call>call:get_weather{city:<escape>Zürich<escape>,days:3}<end_function_call>",
+        "",
+        "",
+        [ZURICH],
+    ),
     ("lfm2", "<|tool_call_start|>[get_weather(city='Paris'), now()]<|tool_call_end|>Done", "Done", "", [PARIS, NOW]),
     ("pythonic", '[get_weather(city="Zürich", days=3)]', "", "", [ZURICH]),
     ("phi4_mini", '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>', "", "", [NOW]),
     ("granite", '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]', "", "", [PARIS]),
     ("harmony", HARMONY, "", "Need the weather.", [PARIS]),
     ("harmony", HARMONY.removesuffix("<|call|>"), "", "Need the weather.", [PARIS]),
-    ("harmony", "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi < there", "Hi < there", "Hm.", []),
-    ("harmony", '<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.now<|channel|>commentary json<|message|>{}', "I look.", "", [NOW]),
-]  # fmt: skip
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi < there",
+        "Hi < there",
+        "Hm.",
+        [],
+    ),
+    (
+        "harmony",
+        (
+            "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.now<|ch"
+            "annel|>commentary json<|message|>{}"
+        ),
+        "I look.",
+        "",
+        [NOW],
+    ),
+]
 
 
 @pytest.mark.parametrize(("dialect", "text", "content", "reasoning", "calls"), TRANSCRIPTS)

@@ -28,7 +28,12 @@ from tests.builders.worded_models import (
 pytest.importorskip("llguidance")
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hello"}]
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 6}}, "required": ["city"], "additionalProperties": False}  # fmt: skip
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 6}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
 NOW = {"type": "function", "function": {"name": "now", "description": "The time."}}
 TOOLS = [WEATHER, NOW]
@@ -141,23 +146,40 @@ def test_a_short_answer_and_a_stop_end_structured_text(client: TestClient) -> No
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
         ({"structured_outputs": {"xml": 1}}, "structured_outputs.xml"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, "response_format.json_schema.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+            "response_format.json_schema.schema",
+        ),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": [1]}}]}, "tools[0].function.parameters"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": [1]}}]},
+            "tools[0].function.parameters",
+        ),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
-        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"properties": {"b": {"not": {}}}}}}], "tool_choice": "required"}, "tool_choice"),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "a", "parameters": {"properties": {"b": {"not": {}}}}}}
+                ],
+                "tool_choice": "required",
+            },
+            "tool_choice",
+        ),
         ({"functions": [{}]}, "functions"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
         ({"messages": [*USER, {"role": "tool", "content": "a", "tool_call_id": "x"}]}, "messages[1].tool_call_id"),
-        ({"messages": [*USER, {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]}, "messages[1].tool_calls[0].function.arguments"),
+        (
+            {"messages": [*USER, {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}]},
+            "messages[1].tool_calls[0].function.arguments",
+        ),
         ({"messages": [{**USER[0], "tool_calls": [{}]}]}, "messages[0].tool_calls"),
     ],
-)  # fmt: skip
+)
 def test_invalid_forms_are_refused_by_name(client: TestClient, fields: dict[str, Any], parameter: str) -> None:
     assert ask(client, 400, **fields)["param"] == parameter
 
@@ -195,6 +217,7 @@ def test_calls_and_content_of_an_answer(client: TestClient, text: str, content: 
 
 
 def test_without_tools_the_marks_are_text(client: TestClient) -> None:
+    fields: dict[str, Any]
     for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
         choice = ask(client, **fields, **says(CALL))["choices"][0]
         assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "stop")
@@ -235,9 +258,19 @@ def test_a_forced_call_is_valid(request: pytest.FixtureRequest, name: str, choic
 
 HISTORY = [
     *USER,
-    {"role": "assistant", "content": None, "tool_calls": [{"id": "call_0123456789", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Zürich"}'}}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {
+                "id": "call_0123456789",
+                "type": "function",
+                "function": {"name": "get_weather", "arguments": '{"city": "Zürich"}'},
+            }
+        ],
+    },
     {"role": "tool", "tool_call_id": "call_0123456789", "content": "rain"},
-]  # fmt: skip
+]
 
 
 def prompt_of(served: ServedModel, messages: list[Any], **body: Any) -> str:
@@ -272,12 +305,15 @@ def test_a_dialect_that_is_not_known_is_refused(hermes: TextModel, tmp_path: Pat
     plain = replace(hermes, tokenizer=fast(byte_level()))
     with opened(plain, template=str(tmp_path / "own.jinja")) as client:
         assert "--tool-parser" in ask(client, 400, tools=TOOLS)["message"]
-        assert ask(client, tools=TOOLS, tool_choice="required")["choices"][0]["finish_reason"] == "tool_calls"
-    with opened(hermes, template=str(tmp_path / "own.jinja"), tool_parser="hermes") as client:
+        assert (
+            ask(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)["choices"][0]["finish_reason"]
+            == "tool_calls"
+        )
+    with opened(hermes, template=str(tmp_path / "own.jinja"), tool_parser="hermes", reasoning_parser=False) as client:
         assert ask(client, tools=TOOLS, **says(CALL))["choices"][0]["finish_reason"] == "tool_calls"
 
 
-THINKS = {"chat_template_kwargs": {"enable_thinking": True}}
+THINKS: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
 @pytest.mark.slow
