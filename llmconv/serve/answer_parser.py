@@ -97,8 +97,8 @@ class TextParser:
         return []
 
     def _call(self, dialect: Dialect, is_all: bool) -> list[Part] | None:
-        if not is_all and self._new and not ENDS.search(self._new):
-            return None  # nothing that could end a call
+        if not is_all and self._new and not self._may_end(dialect):
+            return None
         self._new = ""
         try:
             found = dialect.read(self._held, is_all, self.tools)
@@ -114,6 +114,14 @@ class TextParser:
         calls, length = found
         self._held, self._space, self._is_marked = self._held[length:], "", True
         return calls
+
+    def _may_end(self, dialect: Dialect) -> bool:
+        """Whether what came since a call was tried may end it; a long one is only tried where it has its end."""
+        if not ENDS.search(self._new):
+            return False
+        longest = max(map(len, dialect.ends), default=0)
+        new = self._held[-len(self._new) - longest :]
+        return len(self._held) < LONG or not dialect.ends or any(end in new for end in dialect.ends)
 
     def _until(self, marks: Sequence[str], kind: str, is_all: bool) -> list[Part] | None:
         """The text before the first of the marks, without what may be the beginning of one."""
@@ -145,6 +153,7 @@ class TextParser:
         return [Part(kind, text)] if text else []
 
 
+LONG = 2048  # characters of a call from which on it is not tried with every piece
 ENDS = re.compile(r"[}\])>;]")
 
 

@@ -423,6 +423,7 @@ class Dialect:
         read: reads it.
         starts: markers that count only at the start of an answer.
         frame: how a forced call is written; None for Hermes' frame, which any model can be made to write.
+        ends: texts of which a complete call has one at its end; empty for any.
     """
 
     signs: tuple[str, ...]
@@ -430,6 +431,7 @@ class Dialect:
     read: Reader
     starts: tuple[str, ...] = ()
     frame: Frame | None = None
+    ends: tuple[str, ...] = ()
 
 
 HARMONY, HERMES = "harmony", "hermes"
@@ -445,9 +447,19 @@ DIALECTS: dict[str, Dialect] = {
         read_json,  # `HarmonyParser` takes the answer apart
         frame=Frame("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "", several=False),
     ),
-    "qwen3_coder": Dialect(("<function=", "<tool_call>"), ("<tool_call>", "<function="), FUNCTION.read),
-    "glm45": Dialect(("<arg_key>",), ("<tool_call>",), ARGUMENTS.read),
-    "minimax_m2": Dialect(("<invoke name=", "minimax:tool_call"), ("<minimax:tool_call>",), INVOKE.read),
+    "qwen3_coder": Dialect(
+        ("<function=", "<tool_call>"),
+        ("<tool_call>", "<function="),
+        FUNCTION.read,
+        ends=("</function>", "</tool_call>"),
+    ),
+    "glm45": Dialect(("<arg_key>",), ("<tool_call>",), ARGUMENTS.read, ends=("</tool_call>",)),
+    "minimax_m2": Dialect(
+        ("<invoke name=", "minimax:tool_call"),
+        ("<minimax:tool_call>",),
+        INVOKE.read,
+        ends=("</invoke>", "</minimax:tool_call>"),
+    ),
     "gemma4": Dialect(
         ("<|tool_call>",),
         ("<|tool_call>",),
@@ -510,7 +522,7 @@ DIALECTS: dict[str, Dialect] = {
         partial(read_json, begin="<|tool_call|>"),
         frame=quoted_frame("", "", ", ", opening="<|tool_call|>[", closing="]"),
     ),
-    HERMES: Dialect(("<tool_call>",), ("<tool_call>",), HERMES_READ, frame=HERMES_FRAME),
+    HERMES: Dialect(("<tool_call>",), ("<tool_call>",), HERMES_READ, frame=HERMES_FRAME, ends=("</tool_call>",)),
     "llama3_json": Dialect(
         ("ipython", '"parameters"'),
         ("<|python_tag|>",),
