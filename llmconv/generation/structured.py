@@ -55,12 +55,14 @@ class Structure:
         after: a text that comes first, after any other, such as `</think>`; empty for none.
         opens: with which text that other text begins, such as `<think>`; without it the answer may begin at once.
             Empty: it began in the prompt.
+        optional: whether `after` need not come: the text may end without it, and has no form then.
     """
 
     grammar: str
     name: str
     after: str = ""
     opens: str = ""
+    optional: bool = False
 
     @classmethod
     def of_schema(cls, schema: Any, name: str = "json_schema") -> Structure:
@@ -405,7 +407,7 @@ class TokenMask:
 
     def __init__(self, matcher: Any, structure: Structure, vocabulary: Vocabulary, ends: frozenset[int]) -> None:
         self._matcher, self._vocabulary, self._ends = matcher, vocabulary, sorted(ends)
-        self._name, self._after = structure.name, structure.after.encode()
+        self._name, self._after, self._is_optional = structure.name, structure.after.encode(), structure.optional
         self._tail = b""  # the last bytes before the structure begins
         self._waits = bool(self._after)
         opens = structure.opens.encode()
@@ -437,7 +439,7 @@ class TokenMask:
         allowed = np.zeros(columns, dtype=bool)
         if self._waits and not self._undecided:
             allowed[: len(texts)] = True
-            allowed[[end for end in self._ends if end < columns]] = False
+            allowed[[end for end in self._ends if end < columns]] = self._is_optional
             return allowed
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
         count = min(columns, len(bits))

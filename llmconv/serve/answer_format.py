@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from llmconv.errors import UsageProblem
+from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.generation import TextModel
 from llmconv.generation.chat_templates import find_template, takes_tools
 from llmconv.generation.prompts import TOKENIZER
-from llmconv.generation.structured import Structure
+from llmconv.generation.structured import Structure, library
 from llmconv.runtime.tokenizer import TokenDecoder
 from llmconv.serve.answer_forms import schemas_with_options, with_short_ids
 from llmconv.serve.answer_parser import AnswerParser, HarmonyParser, TextParser
@@ -21,6 +23,7 @@ from llmconv.serve.tool_dialects import (
     HARMONY_TEXTS,
     HERMES,
     MARKS,
+    Thoughts,
     detected,
     detected_thoughts,
     forced_grammar,
@@ -40,14 +43,15 @@ class AnswerPlan:
 
 
 class AnswerFormat:
-    """The dialect and the reasoning of a model, by its tokenizer and chat template.
+    """The dialect and the reasoning of a model, by its tokenizer and its chat template.
 
     `tool_parser` is a name in `DIALECTS`, empty for the one that the template tells; `reasons` says whether reasoning
     is taken apart. Raises UsageProblem for an unknown name.
     """
 
-    def __init__(self, tokenizer: Any, template: str, tool_parser: str = "", reasons: bool = True) -> None:
-        self._tokenizer, self._template, self._reasons = tokenizer, template, reasons
+    def __init__(self, model: TextModel, template: str, tool_parser: str = "", reasons: bool = True) -> None:
+        self._model, self._tokenizer, self._template, self._reasons = model, model.tokenizer, template, reasons
+        tokenizer = model.tokenizer
         own = str(tokenizer.chat_template or "") if template == TOKENIZER else str(find_template(template).text)
         added = [str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()]
         if tool_parser and tool_parser not in DIALECTS:
@@ -98,14 +102,46 @@ class AnswerFormat:
         structure = request.structure
         if tools.forced:
             structure = self._forced(request, name)
+        elif tools.active and tools.strict and not (structure or thoughts or is_harmony):
+            return AnswerPlan(self._strict(request), self._parser(name, request, None, False), self._decode)
         if structure and is_harmony and not tools.forced:
             structure = structure.following(FINAL)
         elif structure and thoughts:
             structure = structure.following(thoughts.closing, "" if opened else thoughts.opening)
         if is_harmony:
             return AnswerPlan(structure, lambda: HarmonyParser(schemas, self._reasons), self._decode)
-        dialect = DIALECTS[name] if tools.active else None
-        return AnswerPlan(structure, lambda: TextParser(thoughts, dialect, schemas, opened), self._decode)
+        return AnswerPlan(structure, self._parser(name, request, thoughts, opened), self._decode)
+
+    @staticmethod
+    def _parser(
+        name: str, request: CompletionRequest, thoughts: Thoughts | None, opened: bool
+    ) -> Callable[[], AnswerParser]:
+        dialect, schemas = DIALECTS[name] if request.tools.active else None, request.tools.schemas
+        return lambda: TextParser(thoughts, dialect, schemas, opened)
+
+    def _strict(self, request: CompletionRequest) -> Structure | None:
+        """The form of calls that the model may begin by itself: arguments of `strict` tools are valid.
+
+        None where that is not possible: without llguidance, or if the dialect has marks that other text may have.
+        """
+        tools, dialect = request.tools, DIALECTS[self.dialect]
+        mark = next(iter(dialect.markers), "")
+        frame = dialect.frame
+        if not frame or not mark or not f"{frame.opening}{frame.before_name}".startswith(mark) or not self._enforces:
+            return None
+        schemas = {
+            name: schema if name in tools.strict else {"type": "object"} for name, schema in tools.schemas.items()
+        }
+        grammar = forced_grammar(frame, schemas_with_options(schemas), self._special, tools.several, mark)
+        return Structure(grammar, "tools", after=mark, optional=True)
+
+    @cached_property
+    def _enforces(self) -> bool:
+        """Whether this model takes structures."""
+        try:
+            return bool(self._model.backend != "genai" and library() and self._model.grammars.vocabulary)
+        except UnsupportedInput:
+            return False
 
     def _forced(self, request: CompletionRequest, name: str) -> Structure:
         tools, frame = request.tools, DIALECTS[name].frame

@@ -55,14 +55,14 @@ class ToolUse:
         schemas: the JSON Schema of the arguments of each tool by name.
         choice: `auto`, `none`, `required`, or the name of the tool to call.
         several: whether an answer may have several calls.
-        strict: whether a tool asks that its arguments be valid.
+        strict: names of the tools whose arguments have to be valid in every call.
     """
 
     given: tuple[Mapping[str, Any], ...] = ()
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     choice: str = AUTO
     several: bool = True
-    strict: bool = False
+    strict: frozenset[str] = frozenset()
 
     @property
     def active(self) -> bool:
@@ -142,15 +142,15 @@ def tools_of(fields: Fields) -> ToolUse:
     if len(given) > MAX_TOOLS:
         raise ApiError(f"a request has at most {MAX_TOOLS} tools", parameter="tools")
     schemas: dict[str, Mapping[str, Any]] = {}
-    strict = False
+    strict: set[str] = set()
     for at, tool in enumerate(given):
         function = _function(tool, f"tools[{at}]")
         if function["name"] in schemas:
             raise ApiError(f"the tool `{function['name']}` comes twice", parameter=f"tools[{at}].function.name")
         schemas[function["name"]] = {"type": "object", **(function.get("parameters") or NO_PARAMETERS)}
-        strict = strict or function.get("strict") is True
+        strict |= {function["name"]} if function.get("strict") is True else set()
     wanted = _choice(choice, schemas)
-    return ToolUse(tuple(given), schemas, wanted, several is not False, strict)
+    return ToolUse(tuple(given), schemas, wanted, several is not False, frozenset(strict))
 
 
 def _function(tool: Any, where: str) -> dict[str, Any]:

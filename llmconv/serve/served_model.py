@@ -84,7 +84,7 @@ class ServedModel:
         reasoning_parser: bool = True,
     ) -> None:
         self.model, self.name = model, name
-        self.format = AnswerFormat(model.tokenizer, template, tool_parser, reasoning_parser)
+        self.format = AnswerFormat(model, template, tool_parser, reasoning_parser)
         self._template, self._system = template, system
         self._max_new_tokens = max_new_tokens or model.defaults.max_new_tokens or ANSWER_TOKENS
         self._conversations = ConversationPool(kept, model.runner)

@@ -313,6 +313,19 @@ def test_a_dialect_that_is_not_known_is_refused(hermes: TextModel, tmp_path: Pat
         assert ask(client, tools=TOOLS, **says(CALL))["choices"][0]["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.slow
+def test_a_strict_call_that_the_model_begins_is_valid(client: TestClient) -> None:
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    fields = {"tools": [strict], "temperature": 2, "top_k": 0, "max_tokens": 3000, "parallel_tool_calls": False}
+    choices = [ask(client, **fields, seed=seed)["choices"][0] for seed in range(3)]
+    calls = [call["function"] for choice in choices for call in choice["message"].get("tool_calls", ())]
+    assert calls
+    for call in calls:
+        jsonschema.validate(json.loads(call["arguments"]), PARAMETERS)
+    cut = [choice for choice in choices if choice["finish_reason"] == "length"]
+    assert all("<tool_call>" not in (one["message"]["content"] or "") for one in choices if one not in cut)
+
+
 THINKS: dict[str, Any] = {"chat_template_kwargs": {"enable_thinking": True}}
 
 
