@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ def test_a_finished_text_is_valid(compiler: Compiler, schema: dict[str, Any], se
 
 
 @pytest.mark.slow
-@settings(max_examples=3000, deadline=None, suppress_health_check=CHECKS)
+@settings(max_examples=1000, deadline=None, suppress_health_check=CHECKS)
 @given(SCHEMAS, st.integers(0, 2**32))
 def test_thousands_of_finished_texts_are_valid(compiler: Compiler, schema: dict[str, Any], seed: int) -> None:
     _check(compiler, schema, seed)
@@ -340,6 +341,20 @@ def test_guessed_tokens_do_not_change_structured_text(worded: TextModel) -> None
         texts.append(generate(model, '["abcabc", "abc"]', json_schema=schema, max_new_tokens=400).completions[0])
     assert texts[0].text == texts[1].text and texts[0].tokens == texts[1].tokens
     jsonschema.validate(json.loads(texts[0].text), schema)
+
+
+def test_a_schema_may_be_a_file(worded: TextModel, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    made = generate(worded, "a", json_schema=tmp_path / "schema.json", max_new_tokens=200)
+    jsonschema.validate(json.loads(made.completions[0].text), SCHEMA)
+    assert made.settings["structure"] == "--json-schema"
+
+
+def test_without_llguidance_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(UnsupportedInput, match="needs the package llguidance") as refused:
+        generate("nowhere", "a", regex="a")
+    assert "pip install" in refused.value.hint
 
 
 def test_a_maximum_in_the_middle_is_a_length(worded: TextModel) -> None:

@@ -34,7 +34,7 @@ PARAMETERS: dict[str, Any] = {
     "required": ["city"],
     "additionalProperties": False,
 }
-WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
+WEATHER: dict[str, Any] = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
 NOW = {"type": "function", "function": {"name": "now", "description": "The time."}}
 TOOLS = [WEATHER, NOW]
 SCHEMA = {**PARAMETERS, "properties": {**PARAMETERS["properties"], "n": {"type": "integer", "maximum": 9}}}
@@ -217,8 +217,8 @@ def test_calls_and_content_of_an_answer(client: TestClient, text: str, content: 
 
 
 def test_without_tools_the_marks_are_text(client: TestClient) -> None:
-    fields: dict[str, Any]
-    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+    several: list[dict[str, Any]] = [{}, {"tools": TOOLS, "tool_choice": "none"}]
+    for fields in several:
         choice = ask(client, **fields, **says(CALL))["choices"][0]
         assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "stop")
 
@@ -316,7 +316,13 @@ def test_a_dialect_that_is_not_known_is_refused(hermes: TextModel, tmp_path: Pat
 @pytest.mark.slow
 def test_a_strict_call_that_the_model_begins_is_valid(client: TestClient) -> None:
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
-    fields = {"tools": [strict], "temperature": 2, "top_k": 0, "max_tokens": 3000, "parallel_tool_calls": False}
+    fields: dict[str, Any] = {
+        "tools": [strict],
+        "temperature": 2,
+        "top_k": 0,
+        "max_tokens": 3000,
+        "parallel_tool_calls": False,
+    }
     choices = [ask(client, **fields, seed=seed)["choices"][0] for seed in range(3)]
     calls = [call["function"] for choice in choices for call in choice["message"].get("tool_calls", ())]
     assert calls
