@@ -90,7 +90,7 @@ def memory_ratio(address: str, process: psutil.Process) -> float:
         list(pool.map(lambda seed: first_and_last(address, prompt(SHORT, seed), 2), range(FEW)))
         before = process.memory_info().rss
         list(pool.map(lambda seed: first_and_last(address, prompt(SHORT, seed), 2), range(FEW, MANY)))
-    return process.memory_info().rss / before
+    return float(process.memory_info().rss / before)
 
 
 def main() -> int:

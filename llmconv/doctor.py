@@ -25,6 +25,7 @@ OK, MISSING, WRONG, OPTIONAL = "ok", "missing", "out of range", "not installed"
 # what each extra of the package is for; `dev` is for working on llmconv
 NEEDED_FOR = {
     "genai": "`generate --backend genai`",
+    "structured": "structured output and forced calls of tools in `serve`, `generate --json-schema`",
     "plot": "`bench --plot`",
     "cloud": "inputs and outputs in object stores",
     "aws": "profiles and roles of AWS for these",

@@ -41,7 +41,7 @@ COMMON = {
     ),
     "Sampling and length": (
         "max_new_tokens max_length temperature top_k top_p min_p repetition_penalty num_beams "
-        "num_return_sequences stop_strings seed"
+        "num_return_sequences stop_strings seed json_schema regex"
     ),
     "Output": "output output_file dtype imatrix max_shard_size graphs_only verify stream null overwrite resume dry_run",
     "Merge": "weights initial_adapters combine densities rank majority_sign base_quant alpha check",
@@ -55,7 +55,7 @@ COMMON = {
     "Quantization": (
         "scheme quant quant_block symmetric quant_exclude quant_bits method calibrate static_activations kv_cache"
     ),
-    "Server": "host port name parallel queue api_key allow_hosts allow_origins",
+    "Server": "host port name parallel queue tool_parser reasoning_parser api_key allow_hosts allow_origins",
     "What is compared": "graphs input_map reference allow_changed",
     "Scenarios": "suite scenario budget repeat layers low_memory",
     "Cost of quantization": "text max_divergence min_agreement",

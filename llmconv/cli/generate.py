@@ -58,6 +58,8 @@ def refuse_prefix(ctx: click.Context, param: click.Parameter, value: str | None)
     "Whether prompts get the tokenizer's special tokens, such as a start token.  [default: yes]",
     default=True,
 )
+@option("--json-schema FILE", "JSON Schema by which every text is valid JSON.", click.Path(path_type=Path))
+@option("--regex PATTERN", "Regular expression that matches every text as a whole.", str)
 @option("--stream", "Print the text while it is generated.")
 @option("-0 --null", "End each text with a NUL character; no headings between them.")
 @option("--chat", "Treat each prompt as a user message, in the tokenizer's chat template.")

@@ -31,6 +31,17 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 @option("--system TEXT", "System message for chats that have none.", default="")
 @generation_options.template
 @option(
+    "--tool-parser NAME",
+    "How the model writes calls of tools, see docs/serving.md. Default: as the chat template tells.",
+    str,
+    default="",
+)
+@option(
+    "--reasoning-parser/--no-reasoning-parser",
+    "Whether reasoning (`<think>` and the like) goes into `reasoning_content`.  [default: yes]",
+    default=True,
+)
+@option(
     "--api-key",
     f"Key that clients must send. Prefer the environment variable {API_KEY}.",
     str,

@@ -9,10 +9,10 @@ from typing import Any
 
 from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_model_type
-from llmconv.checkpoint import Checkpoint, is_model_folder, open_checkpoint
+from llmconv.checkpoint import Checkpoint, is_model_folder, open_checkpoint, refuse_unmerged
 from llmconv.compressed.schemes import Scheme, scheme_of
 from llmconv.compressed.selection import Selected, select
-from llmconv.convert.models.completeness import check_folder, refuse_unmerged
+from llmconv.convert.models.completeness import check_folder
 from llmconv.convert.models.head_and_dtype import check_dtype, plain_tensors, settled, with_cast
 from llmconv.errors import listing
 from llmconv.files.paths import Placed, is_address, local_only, output_place

@@ -15,21 +15,17 @@ for in the result, as llama.cpp does.
 
 from __future__ import annotations
 
-import os
-import resource
-import selectors
-import time
-import warnings
+import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
 from llmconv.errors import InputRefused, UsageProblem, first_line
+from llmconv.generation.limited_child import TooCostly, bounded_text
 from llmconv.generation.prompts import TOKENIZER, is_text_part, require_contents, text_of
 from llmconv.runtime.tokenizer import require_text, token_ids
 
@@ -130,9 +126,15 @@ def require_template(tokenizer: Any, template: str) -> Template:
     return found
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str = TOKENIZER) -> str:
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    template: str = TOKENIZER,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
     """The text of a chat up to where the answer begins; if the last message is the assistant's, it is continued.
 
+    `variables` are given to the template, such as `tools`.
     Contents are converted to the form that the template (a name in `TEMPLATES`, or the path of a Jinja file) reads.
     Raises InputRefused if a content is not a text or the template fails, or as `require_template`.
     """
@@ -146,7 +148,7 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]], template:
         raise InputRefused(problem, hint="give `--template alpaca`, or a Jinja file that uses `message.input`")
     try:
         fitted = ContentForms(source, partial(_text, tokenizer, template)).fitted(messages)
-        text = _text(tokenizer, template, fitted, for_answer=True)
+        text = _text(tokenizer, template, fitted, for_answer=True, variables=variables)
     except ValueError as error:
         problem = f"the chat template {error}"
         raise InputRefused(problem, hint="check the roles of the messages and their order, or the template") from error
@@ -164,7 +166,29 @@ def require_valid(tokenizer: Any, template: str) -> None:
             raise InputRefused(f"the chat template {error}", hint="mend the template, or give another") from error
 
 
-def _text(tokenizer: Any, template: str, messages: Sequence[Mapping[str, Any]], for_answer: bool = False) -> str:
+def takes_tools(tokenizer: Any, template: str) -> bool:
+    """Whether a chat template shows the tools that it is given."""
+    source = str(find_template(template).text or tokenizer.chat_template)
+    known = _known(source)
+    if ("", True) not in known:
+        schema = {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}, "required": ["a"]}
+        function = {"name": NEEDLE, "description": "a", "parameters": schema}
+        tools = {"tools": [{"type": "function", "function": function}]}
+        try:
+            messages = [{"role": "user", "content": "a"}]
+            known["", True] = NEEDLE in _text(tokenizer, template, messages, True, tools)
+        except ValueError:
+            known["", True] = False
+    return known["", True]
+
+
+def _text(
+    tokenizer: Any,
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    for_answer: bool = False,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
     """The text of messages, made by `bounded_text` if the template comes with a model; raises as it does."""
     goes_on = for_answer and messages[-1]["role"] == "assistant"
     render = partial(
@@ -174,9 +198,15 @@ def _text(tokenizer: Any, template: str, messages: Sequence[Mapping[str, Any]], 
         tokenize=False,
         add_generation_prompt=for_answer and not goes_on,
         continue_final_message=goes_on,
+        **(variables or {}),
     )
     trusted = template in TEMPLATES and template != TOKENIZER
-    return _rendered(render) if trusted else bounded_text(lambda: _rendered(render))
+    if trusted:
+        return _rendered(render)
+    try:
+        return bounded_text(lambda: _rendered(render))
+    except TooCostly:
+        raise RenderLimitExceeded from None
 
 
 def _rendered(render: Callable[[], str]) -> str:
@@ -192,10 +222,14 @@ def _rendered(render: Callable[[], str]) -> str:
 
 
 def chat_text(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str, add_special_tokens: bool
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    template: str,
+    add_special_tokens: bool,
+    variables: Mapping[str, Any] | None = None,
 ) -> tuple[str, bool]:
     """The text of `render_chat`, and whether the tokenizer is to add special tokens: not where it has a start token."""
-    text = render_chat(tokenizer, messages, template)
+    text = render_chat(tokenizer, messages, template, variables)
     require_text(text)
     has_start = template == TOKENIZER or bool(tokenizer.bos_token and text.startswith(tokenizer.bos_token))
     return text, add_special_tokens and not has_start
@@ -208,9 +242,10 @@ def encode_chat(
     *,
     add_special_tokens: bool = True,
     most: int | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Tokens of `render_chat` with one start token; InputRefused without any, TooManyTokens over twice `most`."""
-    text, starts = chat_text(tokenizer, messages, template, add_special_tokens)
+    text, starts = chat_text(tokenizer, messages, template, add_special_tokens, variables)
     ids = token_ids(tokenizer, text, most, add_special_tokens=starts)
     if not ids:
         raise InputRefused("the chat has no tokens", hint="give a message that is not empty")
@@ -218,10 +253,6 @@ def encode_chat(
 
 
 NOT_JINJA = "is not valid Jinja"
-# CPU seconds, bytes beyond the memory of the process, and bytes of text: a thousand times what templates need
-SECONDS, MEMORY, CHARACTERS = 5, 512 << 20, 16 << 20
-WAIT = 60.0  # wall-clock seconds, for a child that gets little CPU time
-SUCCEEDED, FAILED = b"+", b"-"
 
 
 class RenderLimitExceeded(InputRefused):
@@ -229,70 +260,6 @@ class RenderLimitExceeded(InputRefused):
 
     def __init__(self) -> None:
         super().__init__("the chat template takes too much time or memory", hint="give another `--template`")
-
-
-def bounded_text(make: Callable[[], str]) -> str:
-    """The text of `make` in a forked child (pure Python, no threads): RenderLimitExceeded, ValueError for errors."""
-    reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child never uses
-        child = os.fork()
-    if child == 0:
-        os.close(reader)
-        _make(make, writer)
-    os.close(writer)
-    try:
-        answer = _read(reader)
-    finally:
-        os.close(reader)
-        with suppress(ProcessLookupError):
-            os.kill(child, 9)
-        os.waitpid(child, 0)
-    if answer[:1] == FAILED:
-        raise ValueError(answer[1:].decode("utf-8", "replace"))
-    if answer[:1] != SUCCEEDED:
-        raise RenderLimitExceeded
-    return answer[1:].decode("utf-8", "surrogatepass")
-
-
-def _make(make: Callable[[], str], writer: int) -> NoReturn:
-    """The child process: writes the text, or nothing if a limit stopped it; runs none of the parent's exit handlers."""
-    try:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-        with suppress(OSError, ValueError):
-            with open("/proc/self/statm", "rb") as file:
-                now = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-            most = resource.getrlimit(resource.RLIMIT_AS)[1]
-            wanted = now + MEMORY
-            resource.setrlimit(resource.RLIMIT_AS, (wanted if most < 0 else min(wanted, most), most))
-        try:
-            answer = SUCCEEDED + make().encode("utf-8", "surrogatepass")
-        except MemoryError:
-            answer = b""
-        except Exception as error:  # a template can raise anything
-            answer = FAILED + first_line(error).encode("utf-8", "replace")
-        os.set_blocking(writer, True)
-        for start in range(0, len(answer), 1 << 16):
-            os.write(writer, answer[start : start + (1 << 16)])
-    finally:
-        os._exit(0)
-
-
-def _read(reader: int) -> bytes:
-    """The output of the child; empty if it is too large or too late."""
-    parts: list[bytes] = []
-    size, end = 0, time.monotonic() + WAIT
-    with selectors.DefaultSelector() as waiting:  # `select.select` refuses descriptors from 1024 on, which a server has
-        waiting.register(reader, selectors.EVENT_READ)
-        while waiting.select(max(0.0, end - time.monotonic())):
-            if not (part := os.read(reader, 1 << 20)):
-                return b"".join(parts)
-            parts.append(part)
-            size += len(part)
-            if size > CHARACTERS:
-                break
-    return b""
 
 
 NEEDLE = "zq7w3k"  # text of the messages that are tried
@@ -307,7 +274,35 @@ class ContentForms:
 
     def fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages with each content in a form that the template reads, if any; raises RenderLimitExceeded."""
-        return [{**message, "content": self._content(str(message["role"]), message["content"])} for message in messages]
+        made = [{**message, "content": self._content(str(message["role"]), message["content"])} for message in messages]
+        if any(message.get("tool_calls") for message in made):
+            in_text, empty = self._call_form()
+            made = [_with_calls(message, in_text, empty) for message in made]
+        return made
+
+    def _call_form(self) -> tuple[bool, bool]:
+        """Whether the template reads arguments of calls as JSON text, and an empty content in place of none."""
+        for in_text, empty in ((False, False), (False, True), (True, False), (True, True)):
+            key = f"calls {empty}", in_text
+            if key not in self._known:
+                self._known[key] = self._tried_calls(in_text, empty)
+            if self._known[key]:
+                return in_text, empty
+        return False, False
+
+    def _tried_calls(self, in_text: bool, empty: bool) -> bool:
+        function = {"name": "a", "arguments": {NEEDLE: NEEDLE}}
+        call = {"id": CALL_ID, "type": "function", "function": function}
+        calls = {"role": "assistant", "content": None, "tool_calls": [call]}
+        user = {"role": "user", "content": "a"}
+        answer = {"role": "tool", "content": "a", "name": "a", "tool_call_id": CALL_ID}
+        try:
+            text = self._render([user, _with_calls(calls, in_text, empty), answer])
+        except RenderLimitExceeded:
+            raise
+        except Exception:  # a template can raise anything
+            return False
+        return NEEDLE in text and f"'{NEEDLE}'" not in text and f'\\"{NEEDLE}' not in text
 
     def _reads(self, role: str, in_parts: bool) -> bool:
         key = role, in_parts
@@ -336,6 +331,28 @@ class ContentForms:
         except Exception:  # a template can raise anything
             return False
         return NEEDLE in text and f"'{NEEDLE}'" not in text and f'"{NEEDLE}"' not in text
+
+
+CALL_ID = "zq7w3k9ab"  # nine letters and digits, as Mistral's templates demand
+
+
+def _with_calls(message: Mapping[str, Any], in_text: bool, empty: bool) -> dict[str, Any]:
+    """A message whose calls have their arguments as JSON text, or as an object; `empty`: without None as content."""
+    made = dict(message)
+    if not made.get("tool_calls"):
+        return made
+    if empty and made["content"] is None:
+        made["content"] = ""
+    calls = []
+    for call in made["tool_calls"]:
+        given = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(given, Mapping) or not isinstance(given.get("arguments"), Mapping):
+            calls.append(call)  # as the caller wrote it
+            continue
+        arguments = json.dumps(given["arguments"], ensure_ascii=False) if in_text else given["arguments"]
+        calls.append({**call, "function": {**given, "arguments": arguments}})
+    made["tool_calls"] = calls
+    return made
 
 
 @lru_cache(maxsize=64)

@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
 
 from llmconv.argument_checks import OWN, checked, fitted, require_least
+from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import Written, kind_of
 from llmconv.generation.completions import TOO_LONG, Completion, CompletionFile, Generation, GenerationCost, Meter
@@ -36,6 +37,9 @@ from llmconv.runtime.onnxruntime.session_file import SessionOptions, session_set
 from llmconv.runtime.onnxruntime.session_settings import REMOTE_SILENCE, StageAddresses
 from llmconv.runtime.runner import PromptEmbeddings
 from llmconv.runtime.tokenizer import TooManyTokens, token_ids
+
+if TYPE_CHECKING:
+    from llmconv.generation.structured import Structure
 
 MOST_CUT = 64  # a prompt that `src_length` cuts may be so many times as long as the context
 
@@ -474,6 +478,8 @@ def generate(  # noqa: PLR0913 - one parameter per option of the command
     overwrite: bool = False,
     batch_size: int = BATCH_SIZE,
     num_return_sequences: int = 1,
+    json_schema: Any = None,
+    regex: str | None = None,
     on_piece: OnPiece | None = None,
     streamer: Any = None,
     **options: Any,
@@ -491,6 +497,8 @@ def generate(  # noqa: PLR0913 - one parameter per option of the command
         batch_size: number of texts per batch.
         num_return_sequences: number of continuations per prompt: samples with different random numbers, or the best
             beams.
+        json_schema: a JSON Schema, or a file with one, by which every text is valid JSON; of an open text model, too.
+        regex: a regular expression that matches every text as a whole, in the syntax of Rust's crate `regex`.
         on_piece: called with every piece of text; its index counts continuations.
         streamer: of transformers, for one prompt, or for several one by one.
         options: fields of `RunningOptions`, of `Wording` and of `GenerationSettings`; the last replace those of
@@ -506,7 +514,8 @@ def generate(  # noqa: PLR0913 - one parameter per option of the command
     known = {*OF_RUNNING, *OF_WORDING}
     require_known((name for name in options.keys() - known if options[name] is not None), known)
     inputs = _prompts(prompts, prompt_file, prompt_field, output_file)
-    given = {"batch_size": batch_size, "num_return_sequences": num_return_sequences, **options}
+    counts = {"batch_size": batch_size, "num_return_sequences": num_return_sequences}
+    given = {**counts, "json_schema": json_schema, "regex": regex, **options}
     return prepare(model, inputs, **given).run(cast(Path | None, output_file), overwrite, on_piece, streamer)
 
 
@@ -516,6 +525,8 @@ def prepare(
     *,
     batch_size: int = BATCH_SIZE,
     num_return_sequences: int = 1,
+    json_schema: Any = None,
+    regex: str | None = None,
     **options: Any,
 ) -> PromptRun:
     """Opens the model and encodes the prompts; as `generate`. Mistakes are reported before anything is loaded."""
@@ -524,6 +535,7 @@ def prepare(
     running = options_of(RunningOptions, options)
     wording = Wording(**options_of(Wording, options))
     settings = {name: value for name, value in options.items() if name not in {*OF_RUNNING, *OF_WORDING}}
+    settings["structure"] = _structure(json_schema, regex)
     tokens = GenerationSettings().but(**settings).max_new_tokens or NEW_TOKENS
     if not isinstance(model, TextModel) and running.get("form") in (None, "auto"):
         # one graph of standard operators continues several rows that share a prefix; a short text pays for no copy
@@ -538,6 +550,22 @@ def prepare(
     named = {name: running.get(name) or "" for name in ("adapter", "prefix_tuning", "decode", "tokenizer")}
     tuned = {name: str(one) if isinstance(one, str | Path) else kind_of(one) for name, one in named.items()}
     return PromptRun(opened, prompts, chosen, wording, batch_size, num_return_sequences, tuned)
+
+
+def _structure(json_schema: Any, regex: str | None) -> Structure | None:
+    """The form of all texts; raises UsageProblem for two, or an invalid one; UnsupportedInput without llguidance."""
+    if json_schema is None and regex is None:
+        return None
+    from llmconv.generation.structured import Structure, library  # noqa: PLC0415 - few texts have a structure
+
+    if json_schema is not None and regex is not None:
+        raise UsageProblem("`--json-schema` and `--regex` both set the form of the text", hint="give one of them")
+    library()
+    if regex is not None:
+        return Structure.of_regex(regex, "--regex")
+    if isinstance(json_schema, str | Path):
+        json_schema = read_json(Path(json_schema))
+    return Structure.of_schema(json_schema, "--json-schema")
 
 
 OF_RUNNING = tuple(RunningOptions.__annotations__)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -35,6 +35,9 @@ from llmconv.runtime.runner import (
     taken_back,
 )
 from llmconv.tensors import Array
+
+if TYPE_CHECKING:
+    from llmconv.generation.structured import TokenMask
 
 
 def pad_left(prompts: Sequence[Sequence[int]]) -> tuple[Array, Array]:
@@ -436,6 +439,7 @@ class LoopEngine:
     positions: PositionRule
     folder: Path  # has `config.json`, read for the size of the logits in a beam search
     guesser: Callable[[], Guesser] | None = None  # a new one for each text
+    mask: Callable[[GenerationSettings], TokenMask | None] = lambda settings: None  # that of a new text
     runs_last_token = False
 
     def grow(
@@ -495,11 +499,11 @@ class LoopEngine:
         vocabulary = int(config.get_text_config(decoder=True).vocab_size)
         return search(GraphModel(self.runner, self.positions, vocabulary, inputs), prompt, limit, settings, count)
 
-    @staticmethod
-    def _row(index: int, start: RowStart, settings: GenerationSettings, decode: Decode) -> Row:
+    def _row(self, index: int, start: RowStart, settings: GenerationSettings, decode: Decode) -> Row:
+        mask = self.mask(settings)
         if not settings.needs_processors:
-            return Row(index, start, settings, decode)
+            return Row(index, start, settings, decode, None, mask)
         from llmconv.generation.logits_processors import processor  # noqa: PLC0415 - imports torch
 
         tokens = len(start.prompt) - (start.embeddings.before if start.embeddings else 0)
-        return Row(index, start, settings, decode, processor(settings, tokens, start.limit))
+        return Row(index, start, settings, decode, processor(settings, tokens, start.limit), mask)

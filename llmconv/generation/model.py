@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from llmconv.generation.genai import GenaiEngine
     from llmconv.generation.images import ImageEncoder
     from llmconv.generation.shared_batch import SharedBatch
+    from llmconv.generation.structured import GrammarCompiler, TokenMask
     from llmconv.runtime.prefix import Prefix
 
 
@@ -232,7 +233,17 @@ class TextModel:
     def _engine(self) -> GenaiEngine | LoopEngine:
         if self.backend == "genai":
             return cast("GenaiEngine", self.runner)
-        return LoopEngine(self.runner, self.positions, self.folder, self._guesser)
+        return LoopEngine(self.runner, self.positions, self.folder, self._guesser, self._mask)
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """What compiles the structures of `GenerationSettings` for the tokenizer."""
+        from llmconv.generation.structured import GrammarCompiler  # noqa: PLC0415 - few texts have a structure
+
+        return GrammarCompiler(self.tokenizer, self.decode.special_texts)
+
+    def _mask(self, settings: GenerationSettings) -> TokenMask | None:
+        return self.grammars.mask(settings.structure, settings.eos_token_id) if settings.structure else None
 
     @cached_property
     def _guesser(self) -> Callable[[], Guesser] | None:
@@ -274,6 +285,7 @@ class TextModel:
         *,
         add_special_tokens: bool = True,
         most: int | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Tokens of a chat, up to where the answer begins; if the last message is the assistant's, it is continued.
 
@@ -282,6 +294,7 @@ class TextModel:
             template: `tokenizer` for the tokenizer's own, or one of `templates.TEMPLATES`.
             add_special_tokens: add a start token if the template does not write it.
             most: see `encode`.
+            variables: further variables of the template, such as `tools` and `enable_thinking`.
 
         Raises:
             InputRefused: the tokenizer has no chat template, the template fails on the messages, or see `encode`.
@@ -289,7 +302,8 @@ class TextModel:
         """
         from llmconv.generation.chat_templates import encode_chat  # noqa: PLC0415 - a text needs none
 
-        return encode_chat(self.tokenizer, messages, template, add_special_tokens=add_special_tokens, most=most)
+        options: dict[str, Any] = {"add_special_tokens": add_special_tokens, "most": most, "variables": variables}
+        return encode_chat(self.tokenizer, messages, template, **options)
 
     def without_images(self, ids: list[int], name: str = "the prompt") -> list[int]:
         """The tokens of a prompt without images, see `ImageEncoder.without_images`."""
@@ -309,10 +323,11 @@ class TextModel:
         template: str = TOKENIZER,
         *,
         add_special_tokens: bool = True,
+        variables: Mapping[str, Any] | None = None,
     ) -> EncodedPrompt:
         """A chat with images, which are paths, bytes of files, or images of Pillow; otherwise as `encode_chat`.
 
-        `messages` have a part of type `image` for each image, or none; `template` and `add_special_tokens` are as
+        `messages` have a part of type `image` for each image, or none; the other arguments are as
         there. Also raises InputRefused if an image is refused, UsageProblem if the model takes no images.
         """
         from llmconv.generation.chat_templates import chat_text  # noqa: PLC0415 - a text needs none
@@ -321,7 +336,7 @@ class TextModel:
         encoder = self.require_images()
         if template == TOKENIZER:  # other templates take texts only
             messages = with_images(messages, len(images))
-        text, starts = chat_text(self.tokenizer, messages, template, add_special_tokens)
+        text, starts = chat_text(self.tokenizer, messages, template, add_special_tokens, variables)
         return encoder.encode(text, images, starts=starts, most=self.longest_prompt)
 
     def stream(  # noqa: PLR0913 - what a prompt may have besides tokens
@@ -366,6 +381,7 @@ class TextModel:
         settings = self.defaults if settings is None else require_settings(settings)
         starts = self._starts(token_lists(prompts), settings, samples, embeddings, inputs)
         decode = decode or self.decode
+        self.require_structure(settings)
         placed = any(start.embeddings for start in starts)
         cache = None if placed or any(start.inputs for start in starts) else cache
         if streamer is not None:
@@ -382,6 +398,16 @@ class TextModel:
         from llmconv.generation.shared_batch import SharedBatch  # noqa: PLC0415 - for a server
 
         return SharedBatch(self.runner, self.positions)
+
+    def require_structure(self, settings: GenerationSettings) -> None:
+        """Raises UsageProblem if texts cannot have the structure of the settings, for whatever reason."""
+        if settings.structure is None:
+            return
+        if settings.num_beams > 1 or self.backend == "genai":
+            what = "a beam search" if settings.num_beams > 1 else "GenAI's loop"
+            problem = f"`{settings.structure.name}`: {what} takes no structured output"
+            raise UsageProblem(problem, hint="leave out `--num-beams`, or `--backend genai`")
+        self.grammars.require(settings.structure, settings.eos_token_id)
 
     def _starts(
         self,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from llmconv.generation.sampling import GenerationSettings
 from llmconv.runtime.extra_inputs import GivenInputs
 from llmconv.runtime.runner import Cache, PromptEmbeddings, Step, default_positions
 from llmconv.tensors import Array
+
+if TYPE_CHECKING:
+    from llmconv.generation.structured import TokenMask
 
 # attention mask and number of new tokens to position ids, as `default_positions`
 PositionRule = Callable[[Array, int], Array]
@@ -192,6 +195,7 @@ class Row:
     """The tokens of one prompt and the new tokens after it.
 
     `processor` maps tokens [length] and logits [vocabulary] to scores [vocabulary]; None for llmconv's own filters.
+    `mask` says which tokens may come; None for all.
     """
 
     def __init__(
@@ -201,10 +205,11 @@ class Row:
         settings: GenerationSettings,
         decode: Callable[[Sequence[int]], str],
         processor: Callable[[Array, Array], Array] | None = None,
+        mask: TokenMask | None = None,
     ) -> None:
         self.index, self.prompt, self.settings = index, list(start.prompt), settings
         self.room, self.sample = start.limit, start.sample
-        self._processor, self.embeddings = processor, start.embeddings
+        self._processor, self._mask, self.embeddings = processor, mask, start.embeddings
         self._before = self.embeddings.before if self.embeddings else 0
         self._generator = np.random.default_rng(settings.seed_of(start.sample))
         self._text, self._stops = TextStream(decode), StopStrings(settings.stop_strings)
@@ -243,11 +248,17 @@ class Row:
         self.length += 1
         self.room -= 1
         ended = token in self.settings.eos_token_id
+        is_whole = not ended and self._mask is not None and self._mask.push(token)
         text = "" if ended else self._stops.push(self._text.push(token))
         if token in self._special:
             text += self._stops.push(self._text.close()) if ended else ""
             text += self._stops.push(self._special[token], shown=False)
-        self.finish = "eos" if ended else "stop" if self._stops.found else "" if self.room and not is_last else "length"
+        if ended:
+            self.finish = "eos"
+        elif self._stops.found or is_whole:
+            self.finish = "stop"
+        else:
+            self.finish = "" if self.room and not is_last else "length"
         return TextPiece(self.index, text + self.rest(), token, self.finish)
 
     def rest(self) -> str:
@@ -268,21 +279,40 @@ class Row:
         """
         settings, generator = self.settings, self._generator
         if step.choices is not None:
-            if self._processor or settings.repetition_penalty != 1:
-                problem = "penalties need all logits, but the graph returns only the tokens that it chose"
-                raise UsageProblem(problem, hint="give `--repetition-penalty 1`, or export without `--postprocess`")
+            if self._processor or self._mask or settings.repetition_penalty != 1:
+                what = "structured output needs" if self._mask else "penalties need"
+                hint = (
+                    "export without `--postprocess`"
+                    if self._mask
+                    else "give `--repetition-penalty 1`, or export without `--postprocess`"
+                )
+                raise UsageProblem(f"{what} all logits, but the graph returns only the tokens that it chose", hint=hint)
             scores = step.choices.scores[at, column]
             if rounding and settings.is_greedy and is_close(scores, rounding):
                 return None
             return pick_choice(step.choices.tokens[at, column], scores, settings, generator)
         scores = step.logits[at, column]
         if self._processor:
-            scores = self._processor(self.ids, scores)
+            scores = self._processed(scores, self._processor)
         elif settings.repetition_penalty != 1:
             scores = penalized(scores, self.ids, settings.repetition_penalty)
+        if self._mask and not self._processor:  # top-k and the like then choose among the tokens that may come
+            scores = self._mask.scores(scores)
         if rounding and settings.is_greedy and is_close(scores, rounding):
             return None
         return (pick_scored if self._processor else pick_token)(scores, settings, generator)
+
+    def _processed(self, logits: Array, processor: Callable[[Array, Array], Array]) -> Array:
+        """Scores [vocabulary] of transformers' processors, which include top-k and the like.
+
+        So the mask comes before them, and again after them, since some raise scores. Where they leave no token that may
+        come, the mask alone decides.
+        """
+        if not self._mask:
+            return processor(self.ids, logits)
+        masked = self._mask.scores(logits)
+        scores = self._mask.scores(processor(self.ids, masked))
+        return scores if (scores > -np.inf).any() else masked
 
 
 def is_close(scores: Array, rounding: float) -> bool:

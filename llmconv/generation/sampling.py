@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from llmconv.causal_lm import language_config
 from llmconv.checkpoint import read_json
 from llmconv.errors import MalformedInput, UsageProblem
 from llmconv.files.paths import kind_of, path_of
+
+if TYPE_CHECKING:
+    from llmconv.generation.structured import Structure
 
 GENERATION_CONFIG = "generation_config.json"
 DEFAULT_NEW_TOKENS = 20  # transformers' default if neither `max_new_tokens` nor `max_length` is set
@@ -72,6 +75,7 @@ class GenerationSettings:
         bos_token_id: the token that an empty prompt becomes.
         seed: random seed for sampling; every text has a generator of its own, see `seed_of`.
         extra: other fields of `GenerationConfig` that change the text; transformers computes them.
+        structure: the form that the whole text has, see `structured.py`; None for any.
         explicit: names of the fields that were set and are not defaults.
 
     Raises:
@@ -93,6 +97,7 @@ class GenerationSettings:
     bos_token_id: int | None = None
     seed: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
+    structure: Structure | None = None
     explicit: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -158,6 +163,7 @@ class GenerationSettings:
     def _changed(self, changes: Mapping[str, Any]) -> GenerationSettings:
         """As `but`, ignoring fields of a file that have no effect here."""
         given = {name: value for name, value in changes.items() if value is not None}
+        structure = given.pop("structure", self.structure)
         if given.get("max_new_tokens") is None and given.get("max_length") is not None:
             given["max_new_tokens"] = None  # the latest setting counts
         values = _values({name: value for name, value in given.items() if name in KINDS})
@@ -165,12 +171,12 @@ class GenerationSettings:
         # fields that change the text and that llmconv's own loop does not implement
         others = {name: given[name] for name, neutral in NEUTRAL.items() if given.get(name) not in (None, neutral)}
         others |= {name: given[name] for name in sorted(NO_NEUTRAL) if given.get(name) is not None}
-        return replace(self, **values, extra={**self.extra, **others}, explicit=explicit)
+        return replace(self, **values, extra={**self.extra, **others}, structure=structure, explicit=explicit)
 
 
 def require_known(names: Iterable[str], others: Iterable[str] = ()) -> None:
     """Raises UsageProblem, with the closest name as hint, for no field of `GenerationConfig`, as a typo is."""
-    known = {*KINDS, *NEUTRAL, *NO_NEUTRAL}
+    known = {*KINDS, *NEUTRAL, *NO_NEUTRAL, "structure"}
     names = set(names)
     if elsewhere := sorted(names & ELSEWHERE.keys()):
         raise UsageProblem(f"`{elsewhere[0]}` is not a generation setting", hint=ELSEWHERE[elsewhere[0]])
@@ -306,9 +312,10 @@ SHORT.maxstring = SHORT.maxother = 60
 
 def settings_fields(settings: GenerationSettings) -> dict[str, Any]:
     """All settings by name, sets as sorted lists, and with the other fields of `GenerationConfig` that are set."""
-    fields = {name: value for name, value in asdict(settings).items() if name not in ("extra", "explicit")}
+    fields = {name: value for name, value in asdict(settings).items() if name not in ("extra", "explicit", "structure")}
     ends = sorted(settings.eos_token_id)
-    return {**fields, "eos_token_id": ends, "stop_strings": list(settings.stop_strings), **settings.extra}
+    form = {"structure": settings.structure.name} if settings.structure else {}
+    return {**fields, "eos_token_id": ends, "stop_strings": list(settings.stop_strings), **settings.extra, **form}
 
 
 def settings_line(settings: GenerationSettings) -> str:
@@ -324,6 +331,8 @@ def settings_line(settings: GenerationSettings) -> str:
     length = "max_length" if settings.max_new_tokens is None else "max_new_tokens"
     parts.append(f"{length} {getattr(settings, length)}")
     parts += [f"{name} {SHORT.repr(value)}" for name, value in sorted(settings.extra.items())]
+    if settings.structure:
+        parts.append(f"form by `{settings.structure.name}`")
     if settings.stop_strings:
         parts.append(f"stop {SHORT.repr(list(settings.stop_strings))}")
     return f"settings: {', '.join(parts)}"

@@ -242,16 +242,21 @@ def require_text(text: str) -> None:
 
 
 class TokenDecoder:
-    """Decodes tokens to text without special tokens; spaces are kept, so that pieces of a text can be joined."""
+    """Decodes tokens to text without special tokens; spaces are kept, so that pieces of a text can be joined.
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    The special tokens `shown` are in the text.
+    """
+
+    def __init__(self, tokenizer: Any, shown: frozenset[int] = frozenset()) -> None:
+        self._tokenizer, self._shown = tokenizer, shown
         fast = _backend(tokenizer)
         self._decode = fast.decode if fast else partial(tokenizer.decode, clean_up_tokenization_spaces=False)
 
     def __call__(self, tokens: Sequence[int]) -> str:
-        text: str = self._decode(list(tokens), skip_special_tokens=True)
-        return text
+        if self._shown:
+            hidden = self.special_texts
+            return str(self._decode([one for one in tokens if one not in hidden], skip_special_tokens=False))
+        return str(self._decode(list(tokens), skip_special_tokens=True))
 
     @cached_property
     def special_texts(self) -> dict[int, str]:
@@ -259,7 +264,8 @@ class TokenDecoder:
         added = getattr(self._tokenizer, "added_tokens_decoder", {})
         found = {int(at): str(token) for at, token in added.items() if getattr(token, "special", False)}
         ids, texts = (getattr(self._tokenizer, f"all_special_{name}", ()) for name in ("ids", "tokens"))
-        return {**dict(zip(map(int, ids), map(str, texts), strict=True)), **found}
+        known = {**dict(zip(map(int, ids), map(str, texts), strict=True)), **found}
+        return {token: text for token, text in known.items() if token not in self._shown}
 
 
 def _backend(tokenizer: Any) -> Any:

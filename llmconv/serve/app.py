@@ -37,15 +37,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmconv.errors import LlmconvError, UsageProblem
-from llmconv.serve.openai_schema import (
-    ApiError,
-    CompletionRequest,
-    as_api_error,
-    chat_request,
-    completion_request,
-    parse_json,
-)
+from llmconv.serve.fields import ApiError, as_api_error
+from llmconv.serve.openai_schema import CompletionRequest, chat_request, completion_request, parse_json
 from llmconv.serve.served_model import ChoiceDelta, CompletionChoice, Job, Scheduler, ServedModel
+from llmconv.serve.tool_dialects import CALL, CONTENT
 
 # paths without API key: the page asks the user for the key, and a monitor has none
 PUBLIC = frozenset({"/", "/health"})
@@ -194,7 +189,7 @@ class Endpoints:
 
         request = await asyncio.to_thread(read) if len(body) > SMALL_BODY else read()
         choices = await while_connected(http, self.scheduler.call(lambda: self.served.choices(request)))
-        reply = ResponseBuilder(request, self.served.name, choices)
+        reply = ResponseBuilder(request, self.served.name, choices, self.served.format.id_of_call)
         job = self.scheduler.submit(self.served.steps(choices))
         if request.stream:
             headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -331,6 +326,7 @@ def make_app(served: ServedModel, scheduler: Scheduler, access: AccessRules | No
     )
 
 
+ARGUMENTS = 512  # characters of the arguments of a call in one event
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting\n\n"  # a comment, so that no proxy closes a connection without traffic
 
@@ -346,9 +342,12 @@ class ResponseBuilder:
     request: CompletionRequest
     model: str
     choices: Sequence[CompletionChoice]
+    id_of_call: Callable[[str], str] = str
     completion_tokens: int = 0
     cached_tokens: int = 0
     texts: dict[int, list[str]] = field(default_factory=dict)
+    reasoning: dict[int, list[str]] = field(default_factory=dict)
+    calls: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     finishes: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -369,16 +368,31 @@ class ResponseBuilder:
         self.texts.setdefault(delta.choice, []).append(delta.text)
         if delta.finish:
             self.finishes[delta.choice] = delta.finish
+        for part in delta.parts:
+            if part.kind == CALL:
+                calls = self.calls.setdefault(delta.choice, [])
+                identity = self.id_of_call(secrets.token_hex(12))
+                function = {"name": part.name, "arguments": part.text}
+                calls.append({"id": identity, "type": "function", "function": function})
+            else:
+                (self.texts if part.kind == CONTENT else self.reasoning).setdefault(delta.choice, []).append(part.text)
 
     def whole(self) -> dict[str, Any]:
         """The complete response, for a request without `stream`."""
         choices: list[dict[str, Any]] = []
         for index in range(len(self.choices)):
             text = "".join(self.texts.get(index, []))
-            content = {"message": {"role": "assistant", "content": text}} if self.request.is_chat else {"text": text}
+            content = {"message": self._message(index, text)} if self.request.is_chat else {"text": text}
             finish = self.finishes.get(index, "stop")
             choices.append({"index": index, **content, "logprobs": None, "finish_reason": finish})
         return {**self._head, "choices": choices, "usage": self.usage()}
+
+    def _message(self, index: int, text: str) -> dict[str, Any]:
+        calls = self.calls.get(index)
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
+        if reasoning := "".join(self.reasoning.get(index, [])):
+            message["reasoning_content"] = reasoning
+        return {**message, "tool_calls": calls} if calls else message
 
     def chunks(self, delta: ChoiceDelta) -> Iterator[bytes]:
         """The events of one step: the role before the first text, the text, and the finish reason."""
@@ -388,8 +402,24 @@ class ResponseBuilder:
             yield self._chunk(delta.choice, {"role": "assistant", "content": ""}, None)
         if delta.text:
             yield self._chunk(delta.choice, {"content": delta.text}, None)
+        for part in delta.parts:
+            if part.kind != CALL:
+                name = "content" if part.kind == CONTENT else "reasoning_content"
+                yield self._chunk(delta.choice, {name: part.text}, None)
+        yield from self._call_chunks(delta.choice, sum(part.kind == CALL for part in delta.parts))
         if delta.finish:
             yield self._chunk(delta.choice, {}, delta.finish)
+
+    def _call_chunks(self, choice: int, count: int) -> Iterator[bytes]:
+        """The events of the last `count` calls of an answer: its id and name first, then its arguments in pieces."""
+        calls = self.calls.get(choice, [])
+        for index, call in list(enumerate(calls))[len(calls) - count :]:
+            arguments = call["function"]["arguments"]
+            head = {**call, "index": index, "function": {"name": call["function"]["name"], "arguments": ""}}
+            yield self._chunk(choice, {"tool_calls": [head]}, None)
+            for start in range(0, len(arguments), ARGUMENTS):
+                piece = {"index": index, "function": {"arguments": arguments[start : start + ARGUMENTS]}}
+                yield self._chunk(choice, {"tool_calls": [piece]}, None)
 
     def last(self) -> Iterator[bytes]:
         """The events at the end of a stream: token counts if the request asks for them."""
@@ -407,7 +437,7 @@ class ResponseBuilder:
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
-    def _chunk(self, index: int, delta: dict[str, str], finish: str | None) -> bytes:
+    def _chunk(self, index: int, delta: dict[str, Any], finish: str | None) -> bytes:
         content = {"delta": delta} if self.request.is_chat else {"text": delta.get("content", "")}
         choice = {"index": index, **content, "logprobs": None, "finish_reason": finish}
         usage = {"usage": None} if self.request.include_usage else {}

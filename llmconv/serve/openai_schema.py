@@ -1,7 +1,6 @@
 """OpenAI's requests, parsed strictly: unsupported fields are refused by name, fields without effect are ignored.
 
-Errors go to clients as OpenAI's error object, never with a traceback. Images in messages are parts of type `image_url`
-whose URL contains the image; the server fetches nothing.
+Images in messages are parts of type `image_url` whose URL contains the image; the server fetches nothing.
 
 Sources: OpenAI's API reference, "Create chat completion" and "Create completion"; RFC 2397 for `data:` URLs.
 """
@@ -12,65 +11,13 @@ import base64
 import binascii
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import UnionType
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from llmconv.checkpoint import StrictJsonError, parse_strictly
-from llmconv.errors import LlmconvError, StageFailed
-
-# HTTP status to OpenAI's error `type`; all others are `invalid_request_error`
-KINDS = {
-    401: "authentication_error",
-    403: "permission_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "server_error",
-}
-
-
-class ApiError(Exception):
-    """A failed request: `message` for a person, HTTP `status`, `headers` of the response.
-
-    `parameter` is the invalid field, such as `messages[0].role`; `code` is for programs, such as
-    `context_length_exceeded`.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        parameter: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.code = status, _encodable(message), code
-        self.parameter = None if parameter is None else _encodable(parameter)
-        self.headers = dict(headers or {})
-
-    def body(self) -> dict[str, Any]:
-        """The JSON object for the response or for an event of a stream."""
-        kind = KINDS.get(self.status, "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.parameter, "code": self.code}}
-
-
-def _encodable(text: str) -> str:
-    """The text with lone surrogates escaped: JSON allows them, UTF-8 does not."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def as_api_error(error: BaseException) -> ApiError:
-    """The error for the client: llmconv's errors with message and hint, a bug without details."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, StageFailed):
-        return ApiError(f"{error.message} ({error.hint})", status=503, code="stage_failed")
-    if isinstance(error, LlmconvError):
-        return ApiError(f"{error.message} ({error.hint})")
-    return ApiError("internal server error; see the log of the server", status=500, code="internal_error")
-
+from llmconv.generation.structured import Structure
+from llmconv.serve.answer_forms import ToolUse, calls_of, structure_of, template_fields, tool_answer, tools_of
+from llmconv.serve.fields import ApiError, Fields, checked_text
 
 MAX_CHOICES = 4
 MAX_IMAGES = 8
@@ -79,12 +26,12 @@ MAX_STOPS = 4
 MAX_TOKENS = 1_000_000
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` for completions; chat answers have none
 # role of a message to the role in chat templates
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 # fields that clients may send to any server, and that do not change the text
 WITHOUT_EFFECT = frozenset(
     [
-        *("metadata", "moderation", "modalities", "parallel_tool_calls", "prediction", "prompt_cache_key"),
-        *("prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "store", "user"),
+        *("metadata", "moderation", "modalities", "prediction", "prompt_cache_key"),
+        *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"),
         "verbosity",
     ]
 )
@@ -119,6 +66,9 @@ class CompletionRequest:
     include_usage: bool  # end the stream with token counts
     echo: bool = False  # begin a completion with its prompt
     images: tuple[bytes, ...] = ()  # image files of the chat, in order
+    structure: Structure | None = None  # the form of the text
+    tools: ToolUse = ToolUse()
+    template_fields: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
 
     @property
     def is_chat(self) -> bool:
@@ -140,16 +90,23 @@ def chat_request(content: Any) -> CompletionRequest:
     fields = Fields(content)
     if not (messages := fields.take("messages", list)):
         raise ApiError("`messages` must be a list of at least one message", parameter="messages")
-    _refuse_tools(fields)
+    tools, variables = tools_of(fields), template_fields(fields)
+    for name in ("audio", "web_search_options"):
+        if fields.take(name, dict):
+            raise ApiError(f"`{name}` is not supported", parameter=name)
     for name, wanted in (("logprobs", fields.flag("logprobs")), ("top_logprobs", fields.number("top_logprobs", int))):
         if wanted:
             raise ApiError(f"log probabilities are not supported: leave `{name}` out", parameter=name)
     most = fields.number("max_completion_tokens", int, 1, MAX_TOKENS)
     deprecated = fields.number("max_tokens", int, 1, MAX_TOKENS)
     images: list[bytes] = []
-    found = tuple(_message(message, f"messages[{at}]", images) for at, message in enumerate(messages))
-    request = _request(fields, most if most is not None else deprecated, messages=found)
-    return replace(request, images=tuple(images))
+    found: list[Mapping[str, Any]] = []
+    for at, message in enumerate(messages):
+        found.append(_message(message, f"messages[{at}]", images, found))
+    request = _request(fields, most if most is not None else deprecated, messages=tuple(found))
+    if request.structure and tools.forced:
+        raise ApiError("a call that `tool_choice` forces has no other form", parameter="tool_choice")
+    return replace(request, images=tuple(images), tools=tools, template_fields=variables)
 
 
 def completion_request(content: Any) -> CompletionRequest:
@@ -183,8 +140,9 @@ def _request(
     options.flag("include_obfuscation")
     options.nothing_else(frozenset())
     sampling, stream, model = _sampling(fields, max_tokens), fields.flag("stream"), fields.take("model", str)
+    structure = structure_of(fields)
     fields.nothing_else(WITHOUT_EFFECT)
-    return CompletionRequest(model, messages, prompts, sampling, stream, include_usage, echo)
+    return CompletionRequest(model, messages, prompts, sampling, stream, include_usage, echo, structure=structure)
 
 
 def _sampling(fields: Fields, max_tokens: int | None) -> SamplingOptions:
@@ -206,44 +164,39 @@ def _stops(value: str | list[Any] | None) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value or []
     if len(stops) > MAX_STOPS or not all(isinstance(stop, str) and stop for stop in stops):
         raise ApiError(f"`stop` must be one to {MAX_STOPS} texts that are not empty", parameter="stop")
-    return tuple(_text(stop, "stop") for stop in stops)
+    return tuple(checked_text(stop, "stop") for stop in stops)
 
 
-def _refuse_tools(fields: Fields) -> None:
-    for name in ("tools", "functions"):
-        if fields.take(name, list):
-            raise ApiError(f"`{name}` is not supported: this server returns only text", parameter=name)
-    for name in ("tool_choice", "function_call"):
-        if fields.take(name, str | dict) not in (None, "none", "auto"):
-            raise ApiError(f"`{name}` is not supported", parameter=name)
-    wanted = fields.take("response_format", dict)
-    if wanted and wanted.get("type") != "text":
-        raise ApiError('`response_format` must be {"type": "text"}', parameter="response_format")
-    for name in ("audio", "web_search_options"):
-        if fields.take(name, dict):
-            raise ApiError(f"`{name}` is not supported", parameter=name)
-
-
-def _message(message: Any, where: str, images: list[bytes]) -> Mapping[str, Any]:
-    """A checked message; its images are added to `images`."""
+def _message(message: Any, where: str, images: list[bytes], before: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """A checked message after those `before` it; its images are added to `images`."""
     if not isinstance(message, dict):
         raise ApiError(f"`{where}` must be an object with role and content", parameter=where)
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         known = ", ".join(f"'{name}'" for name in ROLES)
         raise ApiError(f"`{where}.role` must be one of {known}", parameter=f"{where}.role")
-    if message.get("tool_calls") or message.get("function_call"):
-        raise ApiError(f"`{where}.tool_calls` is not supported", parameter=f"{where}.tool_calls")
-    if message.get("content") is None:
+    calls, content = calls_of(message, where), message.get("content")
+    if content is None and not calls:
         found = "is null" if "content" in message else "is missing"
-        problem = f"`{where}.content` {found} but must be a text: tool calls, which need none, are not supported"
+        problem = f"`{where}.content` {found} but must be a text: only messages with `tool_calls` need none"
         raise ApiError(problem, parameter=f"{where}.content")
-    return {"role": ROLES[role], "content": _content(message["content"], f"{where}.content", images)}
+    made = {
+        "role": ROLES[role],
+        "content": content if content is None else _content(content, f"{where}.content", images),
+    }
+    if calls:
+        made["tool_calls"] = calls
+    if role == "tool":
+        made |= tool_answer(message, where, before)
+    reasoning = message.get("reasoning_content", message.get("reasoning"))
+    if role == "assistant" and isinstance(reasoning, str) and reasoning:
+        made["reasoning_content"] = checked_text(reasoning, f"{where}.reasoning_content")
+    return made
 
 
 def _content(content: Any, where: str, images: list[bytes]) -> str | list[dict[str, str]]:
     if isinstance(content, str):
-        return _text(content, where)
+        return checked_text(content, where)
     if not isinstance(content, list) or not content:
         raise ApiError(f"`{where}` must be a text or a list of parts of text", parameter=where)
     return [_part(part, f"{where}[{at}]", images) for at, part in enumerate(content)]
@@ -257,7 +210,7 @@ def _part(part: Any, where: str, images: list[bytes]) -> dict[str, str]:
         return {"type": "image"}
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
         raise ApiError(f"`{where}` must be a part of type 'text' or 'image_url'", parameter=where)
-    return {"type": "text", "text": _text(part["text"], where)}
+    return {"type": "text", "text": checked_text(part["text"], where)}
 
 
 def _prompts(prompt: str | list[Any] | None) -> tuple[str | tuple[int, ...], ...]:
@@ -272,7 +225,7 @@ def _prompts(prompt: str | list[Any] | None) -> tuple[str | tuple[int, ...], ...
 
 def _prompt(prompt: Any, where: str) -> str | tuple[int, ...]:
     if isinstance(prompt, str):
-        return _text(prompt, where)
+        return checked_text(prompt, where)
     if isinstance(prompt, Sequence) and prompt and all(map(_is_token, prompt)):
         return tuple(prompt)
     raise ApiError(f"`{where}` must be a text or a list of token ids", parameter=where)
@@ -280,67 +233,6 @@ def _prompt(prompt: Any, where: str) -> str | tuple[int, ...]:
 
 def _is_token(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _text(text: str, where: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # JSON allows half of a surrogate pair, tokenizers do not
-        raise ApiError(f"`{where}` contains half of a surrogate pair", parameter=where) from None
-    return text
-
-
-Number = TypeVar("Number", int, float)
-NAMES: dict[Any, str] = {str: "a text", list: "a list", dict: "an object", str | list: "a text or a list"}
-
-
-class Fields:
-    """A JSON object's fields, null as missing, else ApiError, its names after `prefix`."""
-
-    def __init__(self, content: Any, prefix: str = "") -> None:
-        if not isinstance(content, dict):
-            raise ApiError("the body must be a JSON object")
-        self._left, self._prefix = dict(content), prefix
-
-    def take(self, name: str, kind: type | UnionType) -> Any:
-        """Removes and returns a field, None if it is missing; raises ApiError for another type than `kind`."""
-        if (value := self._left.pop(name, None)) is None or isinstance(value, kind):
-            return value
-        raise self._wrong(name, NAMES.get(kind, "of another type"))
-
-    def flag(self, name: str) -> bool:
-        """Removes and returns a boolean field, False if it is missing; raises ApiError for another type."""
-        if (value := self._left.pop(name, None)) is None or isinstance(value, bool):
-            return bool(value)
-        raise self._wrong(name, "true or false")
-
-    def number(
-        self, name: str, kind: type[Number], least: float | None = None, most: float | None = None
-    ) -> Number | None:
-        """Removes and returns a number or None, `1.0` for 1, too; ApiError unless from `least` to `most`."""
-        if (value := self._left.pop(name, None)) is None:
-            return None
-        words = "an integer" if kind is int else "a number"
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or (kind is int and isinstance(value, float) and not value.is_integer()):
-            raise self._wrong(name, words)
-        if (least is not None and value < least) or (most is not None and value > most):
-            bounds = f" of at least {least:,}" if most is None else f" from {least:,} to {most:,}"
-            raise self._wrong(name, words + bounds)
-        try:
-            return kind(value)
-        except OverflowError:
-            raise self._wrong(name, words) from None
-
-    def nothing_else(self, ignored: frozenset[str]) -> None:
-        """Raises ApiError for a remaining field that is not `ignored`; a misspelled one would have no effect."""
-        for name in sorted(self._left.keys() - ignored):
-            shown = f"{self._prefix}{name[:80]}"
-            raise ApiError(f"unrecognized request argument: {shown}", parameter=shown, code="unknown_parameter")
-
-    def _wrong(self, name: str, words: str) -> ApiError:
-        name = f"{self._prefix}{name}"
-        return ApiError(f"`{name}` must be {words}", parameter=name)
 
 
 DATA = re.compile(r"data:image/[a-z0-9.+-]{1,32};base64,", re.IGNORECASE)

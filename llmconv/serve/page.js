@@ -183,7 +183,7 @@ function chatRequest() {
 }
 
 async function answer(made, path, body, signal) {
-  const result = {finish: "", usage: null, seconds: 0};
+  const result = {finish: "", usage: null, seconds: 0, reasoning: 0};
   let first = 0;
   const response = await fetch(path, {
     method: "POST", headers: {"Content-Type": "application/json", ...headers()}, body: JSON.stringify(body), signal,
@@ -198,6 +198,7 @@ async function answer(made, path, body, signal) {
     first ||= performance.now();
     const choice = chunk.choices[0];
     result.finish = choice.finish_reason || result.finish;
+    result.reasoning += ((choice.delta && choice.delta.reasoning_content) || "").length;
     made.shown += (choice.delta ? choice.delta.content : choice.text) || "";
     paintSoon(made);
   }
@@ -212,6 +213,7 @@ function describe(result) {
     parts.push(count + (count === 1 ? " token" : " tokens"));
     if (count > 1 && result.seconds > 0) parts.push(((count - 1) / result.seconds).toFixed(1) + " tokens/s");
   }
+  if (result.reasoning) parts.push("after " + result.reasoning + " characters of reasoning");
   if (result.finish === "length") parts.push("cut off at the limit");
   return parts.join(" · ");
 }

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -29,7 +29,12 @@ from llmconv.memory import available_memory
 from llmconv.progress import warn
 from llmconv.runtime.runner import Cache, PromptEmbeddings, RemoteCache
 from llmconv.runtime.tokenizer import TooManyTokens, token_ids
-from llmconv.serve.openai_schema import ApiError, CompletionRequest
+from llmconv.serve.answer_format import AnswerFormat, AnswerPlan
+from llmconv.serve.answer_forms import made
+from llmconv.serve.answer_parser import AnswerParser
+from llmconv.serve.fields import ApiError
+from llmconv.serve.openai_schema import CompletionRequest
+from llmconv.serve.tool_dialects import CALL, Part
 
 PROMPT_SECONDS = 0.1  # aim for the time of a step of a prompt: after each step the next answers have their turn
 PROMPT_STEP, PROMPT_STEPS = 64, (32, 64, 128, 256, 512)  # prompt tokens per step, at first and later
@@ -44,6 +49,8 @@ class CompletionChoice:
     settings: GenerationSettings
     echo: str = ""
     embeddings: Callable[[], PromptEmbeddings] | None = None
+    plan: AnswerPlan = field(default_factory=AnswerPlan)
+    calls: bool = True  # several calls of tools; else the answer ends after the first
 
 
 @dataclass(frozen=True)
@@ -53,17 +60,18 @@ class ChoiceDelta:
     choice: int  # index of the answer
     text: str  # new text; may be empty
     tokens: int  # number of new tokens, 0 or 1
-    finish: str  # empty, `stop` or `length`
+    finish: str  # empty, `stop`, `length` or `tool_calls`
     cached: int = 0  # tokens of the prompt that were in a cache
+    parts: tuple[Part, ...] = ()  # of an answer that is taken apart; `text` is empty then
 
 
 class ServedModel:
     """A model with its public name (`name`, which clients send) and the server's limits.
 
     `template` is as for `TextModel.encode_chat`, `system` the message of chats that have none; `max_new_tokens` is for
-    requests that set none (default: the model's own, else 2048); `kept` caches of earlier answers stay. Raises
-    InputRefused for an invalid or endless template (a warning for a tokenizer's own, without which texts are
-    continued), UsageProblem for an unknown one.
+    requests that set none (default: the model's own, else 2048); `kept` caches of earlier answers stay; `tool_parser`
+    and `reasoning_parser` are as for `AnswerFormat`. Raises InputRefused for an invalid or endless template (a warning
+    for a tokenizer's own, without which texts are continued), UsageProblem for an unknown one.
     """
 
     def __init__(
@@ -75,8 +83,11 @@ class ServedModel:
         system: str = "",
         max_new_tokens: int | None = None,
         kept: int = 4,
+        tool_parser: str = "",
+        reasoning_parser: bool = True,
     ) -> None:
         self.model, self.name = model, name
+        self.format = AnswerFormat(model, template, tool_parser, reasoning_parser)
         self._template, self._system = template, system
         self._max_new_tokens = max_new_tokens or model.defaults.max_new_tokens or ANSWER_TOKENS
         self._conversations, self._others = ConversationPool(kept), model.shared_batch()
@@ -130,14 +141,25 @@ class ServedModel:
             prompts = [self._chat(request)] if request.is_chat else [self._encode(prompt) for prompt in request.prompts]
         except TooManyTokens as error:
             raise _too_long(error.message, "messages" if request.is_chat else "prompt") from None
+        plans = [self.format.plan(request, prompt.ids) for prompt in prompts]
+        for plan in plans:
+            if plan.structure:
+                made(
+                    partial(
+                        self.model.require_structure, self.model.defaults.but(num_beams=1, structure=plan.structure)
+                    ),
+                    plan.structure.name,
+                )
         return [
             CompletionChoice(
                 tuple(prompt.ids),
-                self._settings(request, len(prompt.ids), number),
+                self._settings(request, len(prompt.ids), number, plan),
                 self.model.decode(prompt.ids) if request.echo else "",
                 prompt.embeddings,
+                plan,
+                request.tools.several,
             )
-            for prompt in prompts
+            for prompt, plan in zip(prompts, plans, strict=True)
             for number in range(request.sampling.choices)
         ]
 
@@ -149,14 +171,15 @@ class ServedModel:
             past = conversation.past([choice.ids], self.model.runner)
             cached = past.tokens if past else 0
             placed = [choice.embeddings()] if choice.embeddings else []
-            given: dict[str, Any] = {"embeddings": placed, "others": self._others}
+            decode, parser = choice.plan.decode, choice.plan.parser
+            given: dict[str, Any] = {"embeddings": placed, "others": self._others, "decode": decode}
             pieces = self.model.stream([choice.ids], choice.settings, conversation, self._prompt_step, **given)
+            paced = self._paced(pieces, self._prompt_step)
             try:
                 if choice.echo:
                     yield ChoiceDelta(index, choice.echo, 0, "")
-                for piece in self._paced(pieces, self._prompt_step):
-                    finish = "stop" if piece.finish == "eos" else piece.finish  # the other reasons have OpenAI's names
-                    yield ChoiceDelta(index, piece.text, int(piece.token is not None), finish, cached)
+                for delta in apart(index, paced, parser(), choice.calls) if parser else plainly(index, paced):
+                    yield replace(delta, cached=cached) if cached else delta
                     cached = 0
             finally:
                 pieces.close()  # keeps its cache
@@ -179,16 +202,18 @@ class ServedModel:
     def _chat(self, request: CompletionRequest) -> EncodedPrompt:
         is_missing = self._system and request.messages[0]["role"] != "system"
         system = [{"role": "system", "content": self._system}] if is_missing else []
-        messages, most = [*system, *request.messages], self.model.longest_prompt
+        messages, most = [*system, *self.format.messages(request.messages)], self.model.longest_prompt
+        variables = self.format.variables(request)
         if len(messages) > most:  # each has a token at least
             raise _too_long(
                 f"the chat has {len(messages)} messages, but the model's context is {most} tokens", "messages"
             )
         if not request.images:
-            return EncodedPrompt(self.model.without_images(self.model.encode_chat(messages, self._template, most=most)))
+            ids = self.model.encode_chat(messages, self._template, most=most, variables=variables)
+            return EncodedPrompt(self.model.without_images(ids))
         if not self.sees:
             raise ApiError("this server takes no images", parameter="messages")
-        return self.model.encode_images(messages, request.images, self._template)
+        return self.model.encode_images(messages, request.images, self._template, variables=variables)
 
     def _encode(self, prompt: str | tuple[int, ...]) -> EncodedPrompt:
         if isinstance(prompt, str):
@@ -198,7 +223,9 @@ class ServedModel:
             raise ApiError(f"`prompt` has a token id outside the model's vocabulary of {most}", parameter="prompt")
         return EncodedPrompt(list(prompt))
 
-    def _settings(self, request: CompletionRequest, prompt_tokens: int, number: int) -> GenerationSettings:
+    def _settings(
+        self, request: CompletionRequest, prompt_tokens: int, number: int, plan: AnswerPlan
+    ) -> GenerationSettings:
         wanted = request.sampling
         stops = (*self.model.defaults.stop_strings, *wanted.stop, *(self._stops if request.is_chat else ()))
         return self.model.defaults.but(
@@ -211,6 +238,7 @@ class ServedModel:
             repetition_penalty=wanted.repetition_penalty,
             num_beams=1,  # the text of a beam search is known only at its end
             stop_strings=tuple(dict.fromkeys(stops)) or None,
+            structure=plan.structure,
             # a different seed for every answer of a request; the same again if the request has a `seed`
             seed=((secrets.randbits(62) if wanted.seed is None else wanted.seed) + number) % 2**63,
         )
@@ -227,6 +255,28 @@ class ServedModel:
                 parameter,
             )
         return min(room, self._max_new_tokens) if wanted is None else wanted
+
+
+def plainly(index: int, pieces: Iterator[TextPiece]) -> Iterator[ChoiceDelta]:
+    """The pieces of answer number `index`."""
+    for piece in pieces:
+        finish = "stop" if piece.finish == "eos" else piece.finish  # the other reasons have OpenAI's names
+        yield ChoiceDelta(index, piece.text, int(piece.token is not None), finish)
+
+
+def apart(index: int, pieces: Iterator[TextPiece], parser: AnswerParser, several: bool) -> Iterator[ChoiceDelta]:
+    """The parts of answer number `index`, which ends after its first call if it may not have `several`."""
+    has_called = False
+    for delta in plainly(index, pieces):
+        parts = [*parser.push(delta.text), *(parser.close() if delta.finish else ())]
+        first = next((at for at, part in enumerate(parts) if part.kind == CALL), None)
+        has_called = has_called or first is not None
+        is_last = first is not None and not several
+        parts = parts[: first + 1] if is_last and first is not None else parts
+        finish = "tool_calls" if has_called and (is_last or delta.finish == "stop") else delta.finish
+        yield replace(delta, text="", finish=finish, parts=tuple(parts))
+        if is_last:
+            return
 
 
 def _too_long(message: str, parameter: str) -> ApiError:

@@ -35,7 +35,7 @@ from llmconv.generation import TextModel
 from llmconv.generation.prompts import TOKENIZER
 from llmconv.progress import warn
 from llmconv.serve.app import AccessRules, make_app
-from llmconv.serve.openai_schema import ApiError
+from llmconv.serve.fields import ApiError
 from llmconv.serve.served_model import Scheduler, ServedModel
 
 SLACK = 5  # seconds after the grace period in which connections may still close by themselves
@@ -54,6 +54,8 @@ class ServerSettings:
         max_new_tokens: limit for requests that set none; default: the model's own.
         template: chat template.
         system: system message of chats that have none.
+        tool_parser: the dialect of calls of tools; default: the one that the chat template tells.
+        reasoning_parser: whether reasoning goes into `reasoning_content`.
         grace: seconds that running answers get when the server stops.
         allow_hosts, allow_origins, api_key: see `AccessRules`.
     """
@@ -66,6 +68,8 @@ class ServerSettings:
     max_new_tokens: int | None = None
     template: str = TOKENIZER
     system: str = ""
+    tool_parser: str = ""
+    reasoning_parser: bool = True
     grace: float = 3.0
     allow_hosts: Sequence[str] = ()
     allow_origins: Sequence[str] = ()
@@ -102,6 +106,8 @@ def serve(
             system=settings.system,
             max_new_tokens=settings.max_new_tokens,
             kept=settings.parallel,
+            tool_parser=settings.tool_parser,
+            reasoning_parser=settings.reasoning_parser,
         )
         if not served.chats:
             warn("the tokenizer has no chat template: chat requests are refused unless `--template` gives one")

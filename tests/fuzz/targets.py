@@ -36,7 +36,8 @@ from llmconv.output.manifest import graph_entries, read_manifest
 from llmconv.runtime.onnxruntime.guard import load_guarded, weight_bytes
 from llmconv.runtime.onnxruntime.lora_names import encode_adapter, read_adapter
 from llmconv.runtime.onnxruntime.session_file import read_session_file
-from llmconv.serve.openai_schema import ApiError, chat_request, completion_request, parse_json
+from llmconv.serve.fields import ApiError
+from llmconv.serve.openai_schema import chat_request, completion_request, parse_json
 from llmconv.tensors import LazyTensor
 from tests.builders.rank_saves import FIXTURES
 from tests.fuzz.seeds import (

@@ -15,7 +15,8 @@ from starlette.testclient import TestClient
 
 from llmconv.generation import TextModel
 from llmconv.serve.app import MAX_BODY_BYTES
-from llmconv.serve.openai_schema import ApiError, chat_request, completion_request
+from llmconv.serve.fields import ApiError
+from llmconv.serve.openai_schema import chat_request, completion_request
 from tests.builders.chatting import CONTEXT
 from tests.serve.conftest import Clients
 
@@ -89,13 +90,13 @@ def test_mistakes_in_the_body_are_refused_by_name(client: TestClient, path: str,
         ({"messages": ["Hello"]}, "messages[0]"),
         ({"messages": [{"content": "Hello"}]}, "messages[0].role"),
         ({"messages": [{"role": "wizard", "content": "Hello"}]}, "messages[0].role"),
-        ({"messages": [{"role": "tool", "content": "Hello"}]}, "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "Hello"}]}, "messages[0].tool_call_id"),
         ({"messages": [{"role": ["user"], "content": "Hello"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
     ],
 )
 def test_messages_of_another_form_are_refused(client: TestClient, fields: dict[str, Any], parameter: str) -> None:
@@ -138,9 +139,8 @@ def test_a_message_without_a_text_is_refused(
         ("logit_bias", {"5": 1}),
         ("logprobs", True),
         ("top_logprobs", 3),
-        ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "xml"}),
         ("model", 7),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from llmconv.errors import InputRefused
-from llmconv.serve.openai_schema import ApiError
+from llmconv.serve.fields import ApiError
 from llmconv.serve.served_model import Job, Scheduler
 
 
