@@ -345,7 +345,7 @@ def test_guessed_tokens_do_not_change_structured_text(worded: TextModel) -> None
 
 def test_a_schema_may_be_a_file(worded: TextModel, tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
-    made = generate(worded, "a", json_schema=tmp_path / "schema.json", max_new_tokens=200)
+    made = generate(worded, "a", json_schema=tmp_path / "schema.json", max_new_tokens=1000)
     jsonschema.validate(json.loads(made.completions[0].text), SCHEMA)
     assert made.settings["structure"] == "--json-schema"
 
