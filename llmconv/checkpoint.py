@@ -98,7 +98,7 @@ def has_weights(folder: Path) -> bool:
 # Parts of a module that PEFT wrapped: its weight before training, and what the tuners train (PEFT `tuners/*/layer.py`,
 # `adapter_layer_names`; `utils/other.py`), followed by the adapter's label or not
 UNMERGED = re.compile(
-    r"\.(?:base_layer|original_module|modules_to_save|lora_(?:[ABE]|embedding_[AB]|magnitude_vector)|ia3_l"
+    r"\.(?:base_layer|original_module|modules_to_save|lora_(?:[ABEab]|down|up|embedding_[AB]|magnitude_vector)|ia3_l"
     r"|p?vera_(?:[AB]|lambda_[bd])|vblora_(?:logits_[AB]|vector_bank)|hada_[tw][12](?:_[ab])?|lokr_[tw][12](?:_[ab])?"
     r"|oft_(?:embedding_)?R|boft_[Rs]|randlora_(?:[AB]|lambda|gamma)|fourierft_spectrum|waveft_spectrum|hra_u|c3a_kernel"
     r"|bone_block|miss_block|shira_weight|road_(?:theta|alpha)|gralora_[AB](?:_general)?|hira_(?:embedding_)?[AB]"

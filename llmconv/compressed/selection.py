@@ -23,7 +23,10 @@ from llmconv.timed_patterns import MatchTime
 
 END = ".weight"
 LAYER = re.compile(r"\.(?:layers|h|blocks|block|decoder\.layers)\.\d+\.")
-EMBEDDING = re.compile(r"(?:^|\.)(?:\w*embed\w*|wte|wpe|relative_attention_bias)(?:\.|$)")
+EMBEDDING = re.compile(
+    r"(?:^|\.)(?:embed_(?:tokens|in|positions)|\w*_embeddings?|embeddings?|wte|wpe|relative_attention_bias)$"
+)
+"""Modules that are no Linear, by their last names; a Linear of this name is missing in `ignore`."""
 HEAD = "lm_head"
 
 ROUTERS = r"gate|router|wg|shared_expert_gate|shared_head|eh_proj"
@@ -98,7 +101,7 @@ def select(
 def is_matrix(name: str, tensor: LazyTensor) -> bool:
     """Whether a tensor is the weight of a Linear module, as far as its name, dtype and shape tell."""
     floats = tensor.dtype.name in FLOATS and len(tensor.shape) == 2
-    return floats and name.endswith(END) and not EMBEDDING.search(name)
+    return floats and name.endswith(END) and not EMBEDDING.search(name.removesuffix(END))
 
 
 def fate_of(name: str) -> str:

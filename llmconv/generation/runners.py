@@ -226,6 +226,8 @@ def load_runner(
     else:
         _refuse_session(settings)
         options.require_dtype()
+        if has_weights(files.folder):
+            open_checkpoint(files.folder)  # refuses parts of an adapter, which transformers leaves out
         from llmconv.runtime.eager.torch_runner import TorchRunner  # noqa: PLC0415 - imports torch
 
         runner = TorchRunner(

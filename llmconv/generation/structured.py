@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -156,6 +156,16 @@ def _require_exact(schema: Mapping[str, Any], where: str) -> None:
 
     llguidance rounds numbers: it reads float64, and bounds of about 15 digits. `ESCAPES` leave control characters out.
     """
+    over, under = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    least, most = ([schema.get(f"{kind}imum"), schema.get(f"exclusive{kind.title()}imum")] for kind in ("min", "max"))
+    # llguidance 1.9 takes a 0 for a number between 0 and 1, and a -0 for one between -1 and 0
+    if (_is_number(over) and over == 0 and any(_is_number(one) and one < 1 for one in most)) or (
+        _is_number(under) and under == 0 and any(_is_number(one) and one > -1 for one in least)
+    ):
+        problem = f"{where}: numbers between 0, which is excluded, and a bound closer than 1 cannot be enforced"
+        raise UsageProblem(
+            problem, hint="give `minimum` a small number, such as 1e-6, in place of `exclusiveMinimum` 0"
+        )
     waiting: list[Any] = [value for key, value in schema.items() if key in VALUES]
     while waiting:
         value = waiting.pop()
@@ -173,6 +183,10 @@ def _require_exact(schema: Mapping[str, Any], where: str) -> None:
             raise UsageProblem(problem, hint="leave it out: no answer has any but line breaks and tabs")
         if isinstance(value, list | dict):
             waiting += [*value, *value.values()] if isinstance(value, dict) else value
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _schemas(schema: Any) -> Iterator[tuple[str, int, dict[str, Any]]]:

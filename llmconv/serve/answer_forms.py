@@ -147,7 +147,11 @@ def tools_of(fields: Fields) -> ToolUse:
         function = _function(tool, f"tools[{at}]")
         if function["name"] in schemas:
             raise ApiError(f"the tool `{function['name']}` comes twice", parameter=f"tools[{at}].function.name")
-        schemas[function["name"]] = {"type": "object", **(function.get("parameters") or NO_PARAMETERS)}
+        schema = {"type": "object", **(function.get("parameters") or NO_PARAMETERS)}
+        if schema["type"] != "object":
+            where = f"tools[{at}].function.parameters"
+            raise ApiError(f"`{where}.type` must be 'object': arguments have names", parameter=where)
+        schemas[function["name"]] = schema
         strict |= {function["name"]} if function.get("strict") is True else set()
     wanted = _choice(choice, schemas)
     return ToolUse(tuple(given), schemas, wanted, several is not False, frozenset(strict))
@@ -172,10 +176,10 @@ def _choice(choice: str | dict[str, Any] | None, schemas: Mapping[str, Any]) -> 
     if isinstance(choice, dict):
         function = choice.get("function")
         name = function.get("name") if isinstance(function, dict) and choice.get("type") == "function" else None
-        if name not in schemas:
+        if not isinstance(name, str) or name not in schemas:
             problem = '`tool_choice` must name one of `tools`, as {"type": "function", "function": {"name": …}}'
             raise ApiError(problem, parameter="tool_choice")
-        return str(name)
+        return name
     if choice not in (AUTO, NONE, REQUIRED):
         problem = "`tool_choice` must be 'auto', 'none', 'required', or an object that names a function"
         raise ApiError(problem, parameter="tool_choice")

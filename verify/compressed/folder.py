@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,8 +16,9 @@ import numpy as np
 from llmconv.causal_lm import length_of
 from llmconv.checkpoint import Checkpoint, is_model_folder, open_checkpoint, read_json
 from llmconv.compressed.folder import COMMAND, opened, plan_quantized
-from llmconv.compressed.schemes import SCHEMES, Scheme, scheme_of
-from llmconv.compressed.selection import is_matrix, one_by_one, peak_of
+from llmconv.compressed.rounding import SharedPeak
+from llmconv.compressed.schemes import SCHEMES, Scheme, Weight, scheme_of
+from llmconv.compressed.selection import HEAD, is_matrix, one_by_one, peak_of
 from llmconv.convert.models.head_and_dtype import check_dtype, with_cast
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem
 from llmconv.output.manifest import graph_entries, read_manifest, single_pass_entries
@@ -38,7 +40,8 @@ from llmconv.verify.scenarios.calls import ModelFacts
 from llmconv.verify.verification import Session
 
 METHOD = "codes"
-FREE = ("torch_dtype", "dtype", "transformers_version", FIELD)  # fields of `config.json` that may differ
+DTYPES = ("torch_dtype", "dtype")  # names of one field of `config.json`
+FREE = (*DTYPES, "transformers_version", FIELD)  # fields of `config.json` that may differ
 PLAIN = "plain rounding"
 
 
@@ -110,26 +113,50 @@ class CompressedFolder:
     def _configuration(self) -> Iterator[str]:
         found, wanted = self.stored.stored.config, self.reference.config
         for field in sorted({*found, *wanted} - {*FREE}):
-            if found.get(field) != wanted.get(field):
+            if json.dumps(found.get(field), sort_keys=True) != json.dumps(wanted.get(field), sort_keys=True):
                 yield f"`{field}` is {str(found.get(field))[:60]}, in the model {str(wanted.get(field))[:60]}"
+        stated = {str(one.get(name)) for one in (wanted,) for name in DTYPES if name in one}
+        dtypes = {self.reference[name].dtype.name for name in self.stored.weights if name in self.reference}
+        for name in DTYPES:
+            if name in found and str(found[name]).removeprefix("torch.") not in {*stated, *dtypes}:
+                yield f"`{name}` is {str(found[name])[:60]}, which is not the dtype of the model"
         settings = found[FIELD]
         ignore = settings.get("ignore")
         names = isinstance(ignore, list) and all(isinstance(name, str) for name in ignore)
-        if not names or settings != {**self.scheme.settings(ignore), "version": settings.get("version")}:
+        version = settings.get("version")
+        expected = self.scheme.settings(ignore if names else ()) | {"version": version}
+        same = json.dumps(settings, sort_keys=True) == json.dumps(expected, sort_keys=True)
+        if not names or not isinstance(version, str) or not same:
             yield f"`{FIELD}` is not that of `{self.scheme.name}`"
             return
         plain = {name: one for name, one in self.stored.stored.items() if name not in self.stored.weights}
         modules = {name.removesuffix(".weight") for name, one in plain.items() if is_matrix(name, one)}
+        modules |= {HEAD} if not any(name.endswith(HEAD) for name in modules) else set()
         if missing := sorted(modules - {*ignore}):
             yield f"`ignore` lacks `{missing[0]}`, which is not quantized ({len(missing)} of such)"
         coded = {name.removesuffix(".weight") for name in self.stored.weights}
         if wrong := sorted(coded & {*ignore}):
             yield f"`ignore` has `{wrong[0]}`, which is quantized ({len(wrong)} of such)"
+        elif others := sorted({*ignore} - modules):
+            yield f"`ignore` has `{others[0]}`, which is no module that is kept ({len(others)} of such)"
+        elif len(ignore) != len({*ignore}):
+            yield "`ignore` has a module twice"
 
     def _names(self) -> Iterator[str]:
-        known = {*self.stored.plain}
-        for name in sorted(known ^ {*self.reference}):
-            yield f"`{name}` is not in the model" if name in known else f"`{name}` of the model is missing"
+        """Tensors that the scheme does not make of the model, or makes with another dtype or shape."""
+        expected: dict[str, LazyTensor] = {}
+        for name, tensor in self.reference.items():
+            is_coded = name in self.stored.weights
+            weight = Weight(name, tensor, SharedPeak([(name, tensor)]))
+            expected |= self.scheme.parts(weight) if is_coded else {name: tensor}
+        stored = self.stored.stored
+        for name in sorted({*stored} ^ expected.keys()):
+            yield f"`{name}` is not of the model" if name in stored else f"`{name}` of the model is missing"
+        for name in sorted(expected.keys() & {*stored} - {*self.reference}):
+            found, wanted = stored[name], expected[name]
+            if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
+                kinds = [f"{one.dtype.name} {list(one.shape)}" for one in (found, wanted)]
+                yield f"`{name}` is {kinds[0]}, not {kinds[1]}"
 
     def _kept(self, names: Sequence[str]) -> Iterator[str]:
         for name in names:

@@ -130,6 +130,8 @@ def open_save(path: Path) -> Save:
         )
     world = next(iter(worlds), 0)
     files = {int(match[2]): folder / name for name, match in found.items() if (folder / name).is_file()}
+    if twice := [name for name in found if (folder / name).is_file() and folder / name not in files.values()]:
+        raise MalformedInput(f"`{twice[0]}` is of a rank that another file is of, too", hint="remove the wrong one")
     if not files:
         inner = folder / HUGGING_FACE
         whole = any((inner / name).is_file() for name in (SINGLE, INDEX))
@@ -145,7 +147,7 @@ def open_save(path: Path) -> Save:
     if beyond := [path.name for rank, path in files.items() if rank >= world]:
         raise MalformedInput(f"`{beyond[0]}` is of no rank of {world}", hint="remove it, or copy the folder again")
     stated = _settings(folder).get("world_size", world)
-    if stated != world:
+    if type(stated) is not int or stated != world:
         raise MalformedInput(
             f"`fsdp_config.json` in `{folder.name}` is of {str(stated)[:20]} ranks, the files of {world}",
             hint="two saves were written into one folder; copy the files of one of them",
@@ -256,12 +258,19 @@ def _adapter_config(save: Save, names: Iterable[str]) -> dict[str, Any] | None:
 
     Raises UnsupportedInput without rank and alpha.
     """
-    if (file := save.folder / "lora_adapter" / ADAPTER_CONFIG).is_file():
-        return read_json(file)
-    if not (save.folder / META).is_file():
-        return None
-    meta = read_json(save.folder / META)
+    meta = read_json(save.folder / META) if (save.folder / META).is_file() else {}
     rank, alpha = meta.get("r"), meta.get("lora_alpha")
+    if (file := save.folder / "lora_adapter" / ADAPTER_CONFIG).is_file():
+        config = read_json(file)
+        for key in ("r", "lora_alpha"):
+            if meta and meta.get(key, config.get(key)) != config.get(key):
+                raise MalformedInput(
+                    f"`{key}` is {str(meta[key])[:20]} in `{META}` and {str(config.get(key))[:20]} in `lora_adapter`",
+                    hint=f"one of them is of another run; remove it from `{save.folder.name}`",
+                )
+        return config
+    if not meta:
+        return None
     if type(rank) is not int or isinstance(alpha, bool) or not isinstance(alpha, int | float):
         raise UnsupportedInput(
             f"`{META}` in `{save.folder.name}` has no `r` and `lora_alpha`, so the scale of the adapter is unknown",
