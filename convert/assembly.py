@@ -8,7 +8,7 @@ is added as transformers adds it when it loads (`base_model_prefix`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,30 @@ def contents_around(file: StateFile) -> tuple[str, ...]:
     return tuple(dict.fromkeys(phrase for phrase in phrases if phrase))
 
 
+def second_models(file: StateFile) -> list[str]:
+    """A warning if the tensors of the model are in the file a second time: averages over training steps, usually.
+
+    They are under `ema`, `model_ema`, `state_dict_ema` and the like, directly or one level below; without names in the
+    `shadow_params` of torch-ema and diffusers. Lightning's `WeightAveraging` puts the averages under `state_dict`, and
+    what it averages under `current_model_state`. Shapes are compared, as other prefixes may be in front of the names.
+    """
+
+    def shapes(values: Iterable[Any]) -> Counter[tuple[int, ...]]:
+        return Counter(leaf.shape for leaf in values if isinstance(leaf, Leaf))
+
+    own, found = shapes(file.state.values()), list[str]()
+    for key, value in file.around.items():
+        inner = {f"{key}.{name}": part for name, part in value.items()} if isinstance(value, Mapping) else {}
+        for place, part in {str(key): value, **inner}.items() if key not in AROUND else ():
+            parts = part.values() if isinstance(part, Mapping) else part if isinstance(part, list | tuple) else ()
+            if own and own <= shapes(parts) and part != file.state:
+                found.append(place)
+    if not found:
+        return []
+    which = "one of them is an average over training steps, usually; to convert another, save it alone as a state dict"
+    return [f"`{file.path.name}` contains the model again under {listing(found)}, which is not converted: {which}"]
+
+
 def assemble(
     file: StateFile, format: str, given: Mapping[str, Any], tokenizer: Path | None, version: str = ""
 ) -> Checkpoint:
@@ -72,7 +96,7 @@ def assemble(
 
     `given` are the user's fields (`drop` leaves out other tensors), `tokenizer` is the user's, `version` the writer's.
     """
-    source, warnings = file.path.name, list[str]()
+    source, warnings = file.path.name, second_models(file)
     fields = {name: value for name, value in given.items() if name != "drop"}
     home = file.home or file.path
     stored = stored_config(home)

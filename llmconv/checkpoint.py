@@ -161,9 +161,17 @@ def open_weights(folder: Path) -> dict[str, LazyTensor]:
 
 
 def open_shards(folder: Path, index: str = INDEX) -> dict[str, LazyTensor]:
-    """The tensors of the shards in the index file of `folder`; raises MalformedInput if the two disagree."""
+    """The tensors of the shards in the index file of `folder`; raises MalformedInput if the two disagree.
+
+    A `model.safetensors` that the index does not list is another model: transformers reads it, and other programs the
+    shards.
+    """
     tensors: dict[str, LazyTensor] = {}
-    for shard, listed in indexed_shards(folder, index, lambda name: name.endswith(".safetensors")).items():
+    shards = indexed_shards(folder, index, lambda name: name.endswith(".safetensors"))
+    if index == INDEX and SINGLE not in shards and (folder / SINGLE).is_file():
+        problem = f"`{folder}` contains two models: `{SINGLE}`, and the shards that `{INDEX}` lists without it"
+        raise MalformedInput(problem, hint="delete the one that an earlier save left there")
+    for shard, listed in shards.items():
         header = read_header(folder / shard)
         require_listed(shard, header.tensors, listed, index)
         tensors.update(header.tensors)
