@@ -65,11 +65,14 @@ def contents_around(file: StateFile) -> tuple[str, ...]:
     return tuple(dict.fromkeys(phrase for phrase in phrases if phrase))
 
 
+DEEPEST = 2  # how far below the top of a file averages lie: `callbacks`, the callback's name, `ema_state_dict`
+
+
 def second_models(file: StateFile) -> list[str]:
     """A warning if the tensors of the model are in the file a second time: averages over training steps, usually.
 
-    They are under `ema`, `model_ema`, `state_dict_ema` and the like, directly or one level below; without names in the
-    `shadow_params` of torch-ema and diffusers. Lightning's `WeightAveraging` puts the averages under `state_dict`, and
+    They are under `ema`, `model_ema`, `state_dict_ema` and the like, directly or below (in the state of Lightning's
+    callbacks); without names in the `shadow_params` of torch-ema and diffusers. Lightning's `WeightAveraging` puts the averages under `state_dict`, and
     what it averages under `current_model_state`. Shapes are compared, as other prefixes may be in front of the names.
     """
 
@@ -77,12 +80,14 @@ def second_models(file: StateFile) -> list[str]:
         return Counter(leaf.shape for leaf in values if isinstance(leaf, Leaf))
 
     own, found = shapes(file.state.values()), list[str]()
-    for key, value in file.around.items():
-        inner = {f"{key}.{name}": part for name, part in value.items()} if isinstance(value, Mapping) else {}
-        for place, part in {str(key): value, **inner}.items() if key not in AROUND else ():
-            parts = part.values() if isinstance(part, Mapping) else part if isinstance(part, list | tuple) else ()
-            if own and own <= shapes(parts) and part != file.state:
-                found.append(place)
+    waiting = [(str(key), value, 0) for key, value in file.around.items() if "optim" not in str(key)]
+    while waiting and own:
+        place, part, depth = waiting.pop()
+        parts = part.values() if isinstance(part, Mapping) else part if isinstance(part, list | tuple) else ()
+        if own <= shapes(parts) and part != file.state:
+            found.append(place)
+        if isinstance(part, Mapping) and depth < DEEPEST:
+            waiting += [(f"{place}.{name}", inner, depth + 1) for name, inner in part.items()]
     if not found:
         return []
     which = "one of them is an average over training steps, usually; to convert another, save it alone as a state dict"

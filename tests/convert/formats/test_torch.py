@@ -56,6 +56,7 @@ def test_every_tensor_is_that_of_the_file_to_the_bit(tmp_path: Path, case: str) 
     [
         (lambda copy: {"ema": copy, "decay": 0.99}, "ema"),
         (lambda copy: {"ema": {"module": {f"module.{name}": one for name, one in copy.items()}}}, "ema.module"),
+        (lambda copy: {"callbacks": {"EMA": {"ema_state_dict": copy}}}, "callbacks.EMA.ema_state_dict"),
         (lambda copy: {"shadow_params": [*copy.values()]}, "shadow_params"),
         (lambda copy: {"optimizer": {"exp_avg": copy}, "best": {"epoch": 3}}, ""),
         (lambda copy: {"adapter": dict([*copy.items()][:2])}, ""),

@@ -105,7 +105,7 @@ PAIRS = {**CONFIGS, "dora": lambda **more: peft.LoraConfig(**{"r": 4, "use_dora"
 PAIRS["lora"] = lambda **more: peft.LoraConfig(**{"r": 4, **more})
 
 
-@pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension")
+@pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension", "ignore:Setting boft_n_butterfly_factor")
 @pytest.mark.quick_rows("dora", "ia3", "lora")
 @pytest.mark.parametrize("kind", PAIRS)
 def test_two_adapters_are_what_peft_computes_or_the_merge_says_that_they_are_not(kind: str, tmp_path: Path) -> None:
