@@ -72,8 +72,9 @@ def second_models(file: StateFile) -> list[str]:
     """A warning if the tensors of the model are in the file a second time: averages over training steps, usually.
 
     They are under `ema`, `model_ema`, `state_dict_ema` and the like, directly or below (in the state of Lightning's
-    callbacks); without names in the `shadow_params` of torch-ema and diffusers. Lightning's `WeightAveraging` puts the averages under `state_dict`, and
-    what it averages under `current_model_state`. Shapes are compared, as other prefixes may be in front of the names.
+    callbacks); without names in the `shadow_params` of torch-ema and diffusers. Lightning's `WeightAveraging` puts the
+    averages under `state_dict`, and what it averages under `current_model_state`. Shapes are compared, as other prefixes
+    may be in front of the names.
     """
 
     def shapes(values: Iterable[Any]) -> Counter[tuple[int, ...]]:
