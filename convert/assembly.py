@@ -73,8 +73,8 @@ def second_models(file: StateFile) -> list[str]:
 
     They are under `ema`, `model_ema`, `state_dict_ema` and the like, directly or below (in the state of Lightning's
     callbacks); without names in the `shadow_params` of torch-ema and diffusers. Lightning's `WeightAveraging` puts the
-    averages under `state_dict`, and what it averages under `current_model_state`. Shapes are compared, as other prefixes
-    may be in front of the names.
+    averages under `state_dict`, and what it averages under `current_model_state`. Shapes are compared, as names may
+    have other prefixes.
     """
 
     def shapes(values: Iterable[Any]) -> Counter[tuple[int, ...]]:
