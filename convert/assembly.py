@@ -8,7 +8,7 @@ is added as transformers adds it when it loads (`base_model_prefix`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,36 @@ def contents_around(file: StateFile) -> tuple[str, ...]:
     return tuple(dict.fromkeys(phrase for phrase in phrases if phrase))
 
 
+DEEPEST = 2  # how far below the top of a file averages lie: `callbacks`, the callback's name, `ema_state_dict`
+
+
+def second_models(file: StateFile) -> list[str]:
+    """A warning if the tensors of the model are in the file a second time: averages over training steps, usually.
+
+    They are under `ema`, `model_ema`, `state_dict_ema` and the like, directly or below (in the state of Lightning's
+    callbacks); without names in the `shadow_params` of torch-ema and diffusers. Lightning's `WeightAveraging` puts the
+    averages under `state_dict`, and what it averages under `current_model_state`. Shapes are compared, as names may
+    have other prefixes.
+    """
+
+    def shapes(values: Iterable[Any]) -> Counter[tuple[int, ...]]:
+        return Counter(leaf.shape for leaf in values if isinstance(leaf, Leaf))
+
+    own, found = shapes(file.state.values()), list[str]()
+    waiting = [(str(key), value, 0) for key, value in file.around.items() if "optim" not in str(key)]
+    while waiting and own:
+        place, part, depth = waiting.pop()
+        parts = part.values() if isinstance(part, Mapping) else part if isinstance(part, list | tuple) else ()
+        if own <= shapes(parts) and part != file.state:
+            found.append(place)
+        if isinstance(part, Mapping) and depth < DEEPEST:
+            waiting += [(f"{place}.{name}", inner, depth + 1) for name, inner in part.items()]
+    if not found:
+        return []
+    which = "one of them is an average over training steps, usually; to convert another, save it alone as a state dict"
+    return [f"`{file.path.name}` contains the model again under {listing(found)}, which is not converted: {which}"]
+
+
 def assemble(
     file: StateFile, format: str, given: Mapping[str, Any], tokenizer: Path | None, version: str = ""
 ) -> Checkpoint:
@@ -72,7 +102,7 @@ def assemble(
 
     `given` are the user's fields (`drop` leaves out other tensors), `tokenizer` is the user's, `version` the writer's.
     """
-    source, warnings = file.path.name, list[str]()
+    source, warnings = file.path.name, second_models(file)
     fields = {name: value for name, value in given.items() if name != "drop"}
     home = file.home or file.path
     stored = stored_config(home)

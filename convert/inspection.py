@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import (
-    SIDE_FILES,
     Checkpoint,
     is_model_folder,
     open_checkpoint,
@@ -23,6 +22,7 @@ from llmconv.checkpoint import (
     own_file,
     read_json,
     read_small,
+    side_file_names,
 )
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.deltas.exact import open_exact
@@ -211,7 +211,7 @@ def _bare(
 ) -> Inspection:
     """A folder with tensors in some files and the side files of a model."""
     files = {tensor.path for tensor in tensors.values() if isinstance(tensor, FileTensor)}
-    side_files = tuple(sorted(name for name in SIDE_FILES if (folder / name).is_file()))
+    side_files = tuple(sorted(side_file_names(folder)))
     return Inspection(folder, kind, config, tensors, side_files, warnings, shards=len(files))
 
 

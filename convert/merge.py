@@ -216,7 +216,8 @@ def plan_merge(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe) ->
         warnings=(*base.warnings, *edits.warnings, *check_folder(result.tensors, result.config, base.path.name)),
         edits=edits,
     )
-    merge = replace(merge, warnings=(*merge.warnings, *_without_effect(plain, result, merge, adapters)))
+    notes = (*_of_same_weights(adapters), *_without_effect(plain, result, merge, adapters))
+    merge = replace(merge, warnings=(*merge.warnings, *notes))
     return _stored(quantized, result, merge, recipe) if quantized else merge
 
 
@@ -236,6 +237,24 @@ def _without_effect(base: Checkpoint, result: Checkpoint, merge: Merge, adapters
     changed = [name for name in (*merge.merged, *merge.replaced) if name in result]
     if not (idle or merge.added) and all(equal(cast(base[name], result[name].dtype), result[name]) for name in changed):
         yield "the merge changes nothing: every weight is that of the base"
+
+
+def _of_same_weights(adapters: Sequence[Adapter]) -> Iterator[str]:
+    """Warnings about updates that depend on a weight (DoRA, IA3 …) which an adapter before them changes, too.
+
+    PEFT with both active applies the later one to the result of the earlier one; the merge is the sum of both updates
+    of the base's weights.
+    """
+    for at, later in enumerate(adapters):
+        own = {module for module, pair in later.pairs.items() if pair.magnitude is not None}
+        own |= later.learned.keys() if later.tuner and later.tuner.of_weight else set()
+        for earlier in adapters[:at]:
+            if shared := own & (earlier.pairs.keys() | earlier.learned.keys()):
+                yield (
+                    f"`{earlier.name}` and `{later.name}` change {len(shared)} of the same modules, and the update of "
+                    "the second depends on the weight: their sum on the base is not what PEFT computes with both "
+                    "active; to apply the second to the result of the first, merge it in a second run"
+                )
 
 
 def _stored(base: QuantizedBase, result: Checkpoint, merge: Merge, recipe: Recipe) -> Merge:

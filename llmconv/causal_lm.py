@@ -222,7 +222,7 @@ def _declared(config: Mapping[str, Any]) -> int | None:
 
 def _rotary(config: Mapping[str, Any]) -> list[tuple[Mapping[str, Any], bool]]:
     """The parameters of the rotary embedding, and whether they are those of all layers, or one entry per layer type."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling")
+    rope = config.get("rope_scaling") or config.get("rope_parameters")  # of both, transformers reads the first alone
     if not isinstance(rope, dict):
         return []
     nested = [one for one in rope.values() if isinstance(one, dict)]

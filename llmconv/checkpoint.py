@@ -39,6 +39,9 @@ SIDE_FILES = (
     *("sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json", "processor_config.json"),
     *("preprocessor_config.json", "video_preprocessor_config.json"),
 )
+# Where transformers saves the chat templates of a tokenizer that has several, but for the default one
+TEMPLATES = "additional_chat_templates"
+MOST_TEMPLATES = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +52,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     format: str  # of the source, such as `hf`, `composer`, `meta`
     tensors: Mapping[str, LazyTensor]
     config: dict[str, Any]  # the content of `config.json`
-    # content of tokenizer and generation files, by plain file name
+    # content of tokenizer and generation files, by file name
     side_files: Mapping[str, bytes] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()  # for the user, one line each
     version: str = ""  # the writer of the files, such as `composer 0.32.1`; empty if unknown
@@ -161,9 +164,17 @@ def open_weights(folder: Path) -> dict[str, LazyTensor]:
 
 
 def open_shards(folder: Path, index: str = INDEX) -> dict[str, LazyTensor]:
-    """The tensors of the shards in the index file of `folder`; raises MalformedInput if the two disagree."""
+    """The tensors of the shards in the index file of `folder`; raises MalformedInput if the two disagree.
+
+    A `model.safetensors` that the index does not list is another model: transformers reads it, and other programs the
+    shards.
+    """
     tensors: dict[str, LazyTensor] = {}
-    for shard, listed in indexed_shards(folder, index, lambda name: name.endswith(".safetensors")).items():
+    shards = indexed_shards(folder, index, lambda name: name.endswith(".safetensors"))
+    if index == INDEX and SINGLE not in shards and (folder / SINGLE).is_file():
+        problem = f"`{folder}` contains two models: `{SINGLE}`, and the shards that `{INDEX}` lists without it"
+        raise MalformedInput(problem, hint="delete the one that an earlier save left there")
+    for shard, listed in shards.items():
         header = read_header(folder / shard)
         require_listed(shard, header.tensors, listed, index)
         tensors.update(header.tensors)
@@ -195,9 +206,20 @@ def require_listed(shard: str, found: Iterable[str], listed: set[str], index: st
         raise MalformedInput(problem, hint="shards of different models are mixed; copy the folder again")
 
 
+def side_file_names(folder: Path) -> list[str]:
+    """The `SIDE_FILES` that `folder` has, and its further chat templates, as `additional_chat_templates/NAME.jinja`."""
+    inner = folder / TEMPLATES
+    templates = sorted(inner.glob("*.jinja")) if inner.is_dir() and not inner.is_symlink() else []
+    if len(templates) > MOST_TEMPLATES:
+        problem = f"`{inner}` has {len(templates)} chat templates, more than {MOST_TEMPLATES}"
+        raise MalformedInput(problem, hint="copy the folder again from its source")
+    names = (*SIDE_FILES, *(f"{TEMPLATES}/{file.name}" for file in templates))
+    return [name for name in names if (folder / name).is_file()]
+
+
 def read_side_files(folder: Path) -> dict[str, bytes]:
-    """The `SIDE_FILES` of `folder`; MalformedInput for a large one or a link out, UnsupportedInput for Git LFS."""
-    files = {name: read_small(own_file(folder, name)) for name in SIDE_FILES if (folder / name).is_file()}
+    """The side files of `folder`; MalformedInput for a large one or a link out, UnsupportedInput for Git LFS."""
+    files = {name: read_small(own_file(folder, name)) for name in side_file_names(folder)}
     for name, content in files.items():
         refuse_git_lfs(content, name)
     return files

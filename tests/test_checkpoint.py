@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from llmconv.checkpoint import INDEX, open_checkpoint, read_json, read_side_files, require_bounds
+from llmconv.checkpoint import INDEX, SINGLE, open_checkpoint, read_json, read_side_files, require_bounds
 from llmconv.errors import InputRefused, MalformedInput
 
 
@@ -36,6 +36,15 @@ def test_shards_are_one_mapping(sharded: Path) -> None:
     assert {name: tensor.shape for name, tensor in checkpoint.items()} == {"a": (2,), "b": (3,), "c": (4,)}
     assert checkpoint.nbytes == 36
     assert checkpoint.config == {"model_type": "llama"}
+
+
+def test_a_model_of_one_file_beside_the_shards_is_refused(sharded: Path) -> None:
+    save_file({"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(4)}, sharded / SINGLE)
+    with pytest.raises(MalformedInput, match="contains two models") as caught:
+        open_checkpoint(sharded)
+    assert "delete the one" in caught.value.hint
+    write_index(sharded, dict.fromkeys("abc", SINGLE))  # an index of that file alone
+    assert set(open_checkpoint(sharded)) == {*"abc"}
 
 
 def test_side_files_are_kept_but_never_code(sharded: Path) -> None:

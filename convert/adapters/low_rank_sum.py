@@ -264,6 +264,8 @@ def add_by_tiles(target: Array, source: Array, left: Array, right: Array) -> Non
 def thin_product(left: Array, right: Array) -> Array:
     """left (rows×r) @ right (r×columns) in float64, in parts up to `PRODUCT_LIMIT`, by the calling thread alone."""
     rank, columns = right.shape
+    if not rank:  # a module that AdaLoRA pruned away
+        return np.zeros((len(left), columns))
     product = np.empty((len(left), columns))
     width = max(64, PRODUCT_LIMIT // (ROWS * rank))
     whole = len(left) // ROWS * ROWS

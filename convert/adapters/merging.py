@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.causal_lm import architecture
-from llmconv.checkpoint import Checkpoint, json_object, own_file, read_json, read_side_files
+from llmconv.checkpoint import TEMPLATES, Checkpoint, json_object, own_file, read_json, read_side_files
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.combining import Recipe, TaskVectors
 from llmconv.convert.adapters.edits import Edits, base_in_memory
@@ -229,7 +229,17 @@ def follow_task(edits: Edits, adapters: Sequence[Adapter], head: str, config: di
 
 
 # Prefixes of the names of tokenizer files
-TOKENIZER = ("tokenizer", "special_", "added_", "vocab", "merges", "spiece", "sentencepiece", "chat_template")
+TOKENIZER = (
+    "tokenizer",
+    "special_",
+    "added_",
+    "vocab",
+    "merges",
+    "spiece",
+    "sentencepiece",
+    "chat_template",
+    TEMPLATES,
+)
 GENERATION = "generation_config.json"
 # Fields of `generation_config.json` without a meaning for decoding
 NOT_OF_DECODING = ("transformers_version", "_from_model_config")

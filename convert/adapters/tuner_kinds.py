@@ -79,7 +79,9 @@ def _ia3_delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
     return rows
 
 
-IA3 = Tuner("IA3", ("ia3_l",), ("feedforward_modules",), _ia3_fit, _ia3_delta, conv1d=True, scales_output=True)
+IA3 = Tuner(
+    "IA3", ("ia3_l",), ("feedforward_modules",), _ia3_fit, _ia3_delta, conv1d=True, scales_output=True, of_weight=True
+)
 
 
 # LN tuning: trained norms that replace the base's (arXiv 2312.11420; PEFT `tuners/ln_tuning`).
@@ -397,7 +399,7 @@ def _hra_directions(learned: ModuleTensors) -> Array:
         return vectors / lengths
 
 
-HRA = Tuner("HRA", ("hra_u",), ("r", "apply_GS"), _hra_fit, _hra_delta, require=_hra_require)
+HRA = Tuner("HRA", ("hra_u",), ("r", "apply_GS"), _hra_fit, _hra_delta, require=_hra_require, of_weight=True)
 
 
 # OFT: W·Rᵀ with R block-diagonal and orthogonal (arXiv 2306.07280, 2506.19847; PEFT `tuners/oft/layer.py`).
@@ -496,6 +498,7 @@ OFT = Tuner(
     _oft_fit,
     _oft_delta,
     require=_oft_require,
+    of_weight=True,
 )
 
 
@@ -544,6 +547,7 @@ BOFT = Tuner(
     ("boft_block_size", "boft_block_num", "boft_n_butterfly_factor", "boft_dropout"),
     _boft_fit,
     _boft_delta,
+    of_weight=True,
 )
 
 

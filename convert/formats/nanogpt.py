@@ -13,7 +13,7 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint, transposed
 from llmconv.convert.algebra import renamed, zeros
-from llmconv.convert.assembly import contents_around, side_files_of
+from llmconv.convert.assembly import contents_around, second_models, side_files_of
 from llmconv.convert.fields import Fields
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
@@ -55,7 +55,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
             raise given.invalid(name, args[name])
     stored = {WRAPPERS.sub("", name): tensor for name, tensor in found.tensors().items()}
     masks = [name for name in stored if name.endswith(".attn.bias")]
-    warnings: list[str] = []
+    warnings = second_models(found)
     tensors = _with_biases(renamed(stored, NAMES, path.name), args, warnings)
     tensors = {
         name: transposed(tensor) if MATRIX.search(name) and len(tensor.shape) == 2 else tensor

@@ -20,7 +20,7 @@ from llmconv.convert.adapters import other_tools
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.peft_file import WEIGHTS, read_tensors
 from llmconv.convert.algebra import fitting, fuse, renamed, reordered, rope_order
-from llmconv.convert.assembly import contents_around, side_files_of, stored_config
+from llmconv.convert.assembly import contents_around, second_models, side_files_of, stored_config
 from llmconv.convert.formats import AdapterFormat, Format, has_sign_of
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
 from llmconv.convert.models.config_file import causal_lm_config
@@ -85,7 +85,8 @@ def _files(path: Path) -> list[Path]:
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
-    found, warnings = require_state(_files(path)[0]), list[str]()
+    found = require_state(_files(path)[0])
+    warnings = second_models(found)
     if names := [name for name in found.state if "lora_" in name or name.endswith(".magnitude")]:
         raise UnsupportedInput(
             f"`{path.name}` holds LoRA matrices that are not merged: {listing(names)}",

@@ -250,6 +250,7 @@ COMPUTED = re.compile(  # buffers that a state dict may have or not
 )
 
 ANOTHER = "the configuration is of another model; give the right one with `--config`"
+NOT_GATHERED = "the run sharded it and saved it without gathering it (ZeRO-3, FSDP); convert the run's own checkpoint"
 PARTIAL = "the checkpoint is partial, or the configuration is of another model"
 
 
@@ -324,7 +325,7 @@ def refuse_shapes(wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], 
         raise MalformedInput(
             f"`{source}` has {len(wrong)} tensors of another shape than its configuration; shape mismatch for "
             f"`{name}`: expected {list(wanted)}, got {list(found)}",
-            hint=ANOTHER,
+            hint=NOT_GATHERED if 0 in found else ANOTHER,
         )
 
 
@@ -418,7 +419,7 @@ def _check_embedding(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any
     if embedding is not None and vocabulary is not None and embedding.shape[:1] != (vocabulary,):
         raise MalformedInput(
             f"the embedding in `{source}` has {list(embedding.shape)[:1]} rows, `vocab_size` is {vocabulary}",
-            hint=ANOTHER,
+            hint=NOT_GATHERED if 0 in embedding.shape else ANOTHER,
         )
     width = next((config[field] for field in WIDTHS if type(config.get(field)) is int), None)
     if any(config.get(field) for field in OTHER_WIDTHS) or embedding is None or width is None:

@@ -27,6 +27,7 @@ WRAPPERS = re.compile(
 
 DROPPED = re.compile(
     r"\.rotary_emb\.inv_freq$"  # a buffer that models compute; rounded in bfloat16 checkpoints
+    r"|(?:^|\.)n_averaged$"  # of torch's AveragedModel, which counts what it averaged
     r"|\._extra_state$"  # Transformer Engine's scaling factors
 )
 # Buffers that models compute and old files contain nevertheless: description, pattern of the name, possible ranks

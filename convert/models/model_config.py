@@ -131,9 +131,18 @@ def _fields(config: Mapping[str, Any], source: str) -> Fields:
     return Fields(config, source, "in `config.json` of `{}`", "repair it; it should be a positive number")
 
 
+def rope_settings(config: Mapping[str, Any]) -> Any:
+    """The rotary settings that count, not checked; {} for none.
+
+    Where a configuration has both, `rope_scaling` replaces all of `rope_parameters`, as transformers 4 and 5 read it
+    (`modeling_rope_utils.py`): users add it to a file of transformers 5 to extend the context.
+    """
+    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+
+
 def _rope(fields: Mapping[str, Any], source: str) -> tuple[float, dict[str, Any]]:
     """Base, and what scales the frequencies (`rope_type` in front), whichever transformers wrote it."""
-    stored = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    stored = rope_settings(fields)
     if not isinstance(stored, Mapping):
         raise MalformedInput(f"the rope settings of `{source}` are {stored!r}", hint="repair its `config.json`")
     scaling = {name: value for name, value in stored.items() if name not in ("type", "rope_type", "rope_theta")}
@@ -167,7 +176,7 @@ def _rotary(checkpoint: Checkpoint) -> dict[str, Any]:
     """The settings of Llama and its kin."""
     fields, decoder = checkpoint.config, read_decoder(checkpoint)
     scaling = {name: value for name, value in decoder.scaling.items() if name != PARTIAL}
-    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    rope = rope_settings(fields)
     sizes = (decoder.vocabulary, decoder.hidden, decoder.intermediate, decoder.layers, decoder.heads)
     return {
         **dict(zip(SIZES, sizes, strict=True)),

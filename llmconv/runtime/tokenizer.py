@@ -132,6 +132,8 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
             found = (own or _class_of(folder)).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if not isinstance(found.model_max_length, int | float):
             raise ValueError("`model_max_length` is not a number")
+        if own is None and type(found).__name__ not in PLAIN and (folder / FILE).is_file():
+            _follow_file(found, folder)
         return found
     except LlmconvError:
         raise
@@ -167,6 +169,49 @@ def _class_of(folder: Path) -> Any:
     if is_plain and not any(name in str(config.get("model_type")) for name in OTHER_FILES_FIRST):
         return transformers.PreTrainedTokenizerFast
     return transformers.AutoTokenizer
+
+
+# what decides of a text's tokens, besides vocabulary and merges, in a model of the type BPE
+SWITCHES = (
+    "byte_fallback",
+    "fuse_unk",
+    "ignore_merges",
+    "unk_token",
+    "continuing_subword_prefix",
+    "end_of_word_suffix",
+)
+PREPENDS = re.compile(r'"add_prefix_space":\s*true|"prepend_scheme":\s*"(?:first|always)"|"type":\s*"Prepend"')
+
+
+def _follow_file(found: Any, folder: Path) -> None:
+    """Gives a tokenizer the steps of its `tokenizer.json`, with which the model was trained.
+
+    transformers 4 ran that file; transformers 5 builds BPE tokenizers of classes such as Qwen2Tokenizer anew, from the
+    vocabulary and the steps that are usual for the class (`convert_to_native_format`). So DeepSeek-R1-Distill-Qwen,
+    Qwen by `model_type`, lost the DeepSeek steps of its file. An `add_prefix_space` of `tokenizer_config.json` that
+    contradicts the file is left to transformers, which has always let it win.
+    """
+    backend: Any = getattr(found, "backend_tokenizer", None)
+    content = read_json(folder / FILE)
+    model = content.get("model")
+    if type(getattr(backend, "model", None)).__name__ != "BPE" or not isinstance(model, dict) or "merges" not in model:
+        return
+    given = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    prefix, steps = given.get("add_prefix_space"), ("normalizer", "pre_tokenizer", "decoder")
+    if isinstance(prefix, bool) and prefix != bool(
+        PREPENDS.search(json.dumps([content.get(step) for step in steps[:2]]))
+    ):
+        return
+    from tokenizers import Tokenizer  # noqa: PLC0415 - the module is read where no text becomes tokens
+
+    empty = {**model, "type": "BPE", "vocab": {}, "merges": [], "unk_token": None}
+    file = Tokenizer.from_str(json.dumps({**content, "model": empty, "added_tokens": [], "post_processor": None}))
+    for step in steps:
+        setattr(backend, step, getattr(file, step))
+    for switch in SWITCHES:
+        value = model.get(switch) or (None if switch in SWITCHES[3:] else False)
+        if (getattr(backend.model, switch) or None) != (value or None):
+            setattr(backend.model, switch, value)
 
 
 class TooManyTokens(InputRefused):

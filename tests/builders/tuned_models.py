@@ -91,9 +91,14 @@ def train_layers(folder: Path, config: peft.PeftConfig, dtype: torch.dtype = tor
     save_file(model.state_dict(), base / "model.safetensors")
     (base / "config.json").write_text('{"model_type": "layers"}')
     train(model, adapter, config)
-    exact = Layers().double()
-    exact.load_state_dict(load_file(base / "model.safetensors"))
-    return base, adapter, merged_by_peft(exact, adapter)
+    return base, adapter, merged_by_peft(layers_of(base).double(), adapter)
+
+
+def layers_of(base: Path) -> Layers:
+    """The `Layers` of a base that `train_layers` saved."""
+    model = Layers()
+    model.load_state_dict(load_file(base / "model.safetensors"))
+    return model
 
 
 def train_causal(

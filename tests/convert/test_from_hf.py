@@ -14,12 +14,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 from hypothesis import given, settings
+from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from llmconv.checkpoint import read_json
 from llmconv.cli import main
 from llmconv.convert import from_hf, to_hf
 from llmconv.convert.formats.meta import intermediate_of
-from llmconv.errors import InputRefused
+from llmconv.errors import InputRefused, UnsupportedInput
 from tests.builders.accessory_models import FIXTURES
 from tests.builders.consolidated import assert_same_shards, there_and_back
 from tests.builders.hf_models import FALCON, LLAMA, MIXTRAL, save_model
@@ -36,6 +38,55 @@ SIZES = {
     "rms_norm_eps": st.sampled_from([1e-5, 1e-6]),
 }
 LLAMAS = st.fixed_dictionaries(SIZES).map(lambda changes: LLAMA | changes)
+
+
+# How configurations state rotary positions: transformers 5, 4, both, and what users add to a file of either
+ROPES: dict[str, dict[str, Any]] = {
+    "of 5": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    "of 5, old base beside it": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": 1e4},
+    "of 4": {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "added to 5": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
+    "both": {
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5},
+        "rope_theta": 2e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    },
+    "null beside 5": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": None},
+    "llama3 added to 5": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+}
+
+
+def rotation(folder: Path) -> Any:
+    """The frequencies of each pair of dimensions, and the scale of attention, that transformers computes."""
+    embedding = LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder))
+    return [round(float(one), 9) for one in embedding.inv_freq], embedding.attention_scaling
+
+
+@pytest.mark.quick_rows("both-gguf", "added to 5-mindformers")
+@pytest.mark.parametrize("to", ["meta", "gguf", "paddle", "mindformers", "accessory"])
+@pytest.mark.parametrize("stated", ROPES)
+def test_written_positions_are_those_of_transformers(stated: str, to: str, tmp_path: Path) -> None:
+    plain = {name: value for name, value in LLAMA.items() if name != "rope_theta"}
+    folder = save_model(tmp_path / "in", plain | ROPES[stated])
+    try:
+        from_hf(folder, tmp_path / "out", to=to)
+    except UnsupportedInput as refusal:  # a format without this scaling
+        assert "rope_" in str(refusal)
+        return
+    to_hf(tmp_path / "out", tmp_path / "back")
+    assert rotation(tmp_path / "back") == rotation(folder)
 
 
 @pytest.mark.slow

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from llmconv.runtime.tokenizer import TokenDecoder, load_tokenizer
@@ -16,6 +18,66 @@ class Shouting(PreTrainedTokenizerFast):  # type: ignore[misc]
 
     def _decode(self, *given: Any, **named: Any) -> str:
         return str(super()._decode(*given, **named)).upper()
+
+
+TEXT = "we need to add 9 and 6\n\n  it's 12345 Café\t😊 I'LL"
+WORDS = r"(?i:'s|'ll)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Steps that a file of a released model has: GPT-2's, Llama 3's, DeepSeek's (digits apart), Llama 2's
+BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+STEPS: dict[str, Any] = {
+    "gpt2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "llama3": pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(WORDS), "isolated"), BYTES]),
+    "deepseek": pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(one), "isolated") for one in (r"[\r\n]", r"\s?\p{L}+")),
+            *(pre_tokenizers.Digits(individual_digits=True), BYTES),
+        ]
+    ),
+    "llama2": None,
+}
+CLASSES = ("LlamaTokenizerFast", "LlamaTokenizer", "GPT2Tokenizer", "Qwen2Tokenizer", "GPTNeoXTokenizerFast", None)
+
+
+def trained_file(steps: str, folder: Path) -> Tokenizer:
+    """A small BPE of its own text, saved as `tokenizer.json`."""
+    found = Tokenizer(models.BPE(byte_fallback=steps == "llama2"))
+    special = ["<s>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256 if steps == "llama2" else 0))]
+    if steps == "llama2":
+        found.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        last = decoders.Strip(" ", 1, 0)
+        found.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), last])
+    else:
+        found.pre_tokenizer, found.decoder = STEPS[steps], decoders.ByteLevel()
+    alphabet = [] if steps == "llama2" else pre_tokenizers.ByteLevel.alphabet()
+    found.train_from_iterator(
+        [TEXT] * 3, trainers.BpeTrainer(vocab_size=420, special_tokens=special, initial_alphabet=alphabet)
+    )
+    found.save(str(folder / "tokenizer.json"))
+    return found
+
+
+@pytest.mark.quick_rows(
+    "qwen2-LlamaTokenizerFast-deepseek", "llama-GPT2Tokenizer-llama3", "llama-LlamaTokenizer-llama2"
+)
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2", "deepseek_v3"])
+def test_tokens_are_those_of_the_file_whatever_its_class(kind: str, name: str, steps: str, tmp_path: Path) -> None:
+    file = trained_file(steps, tmp_path)
+    given = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": name, "add_bos_token": False}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({key: one for key, one in given.items() if one}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    ids, found = file.encode(TEXT, add_special_tokens=False).ids, load_tokenizer(tmp_path)
+    assert found(TEXT, add_special_tokens=False)["input_ids"] == ids
+    assert TokenDecoder(found)(ids) == file.decode(ids)
+
+
+def test_a_prefix_that_the_configuration_asks_for_wins_over_the_file(tmp_path: Path) -> None:
+    trained_file("gpt2", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": true}')
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    found = load_tokenizer(tmp_path)
+    assert found("we")["input_ids"] == found(" we")["input_ids"]
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,7 @@ from llmconv.convert.formats.gguf.names import (
     in_hugging_face_names,
 )
 from llmconv.convert.formats.gguf.tokenizer import tokenizer_keys
+from llmconv.convert.models.model_config import rope_settings
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.copying import cores
 from llmconv.files.gguf_file import ALIGNMENT, ARRAY, BLOCKS, MAGIC, NUMBERS, PLAIN, TEXT
@@ -280,7 +281,7 @@ def _tensors(checkpoint: Checkpoint, architecture: str) -> dict[str, LazyTensor]
         name: _changed(target, stored[target], config)
         for name, target in rename(stored, inverted(names), checkpoint.path.name).items()
     }
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = rope_settings(config)
     kind = rope.get("rope_type", rope.get("type"))
     if kind == "llama3":
         theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0

@@ -23,7 +23,7 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.adapters import other_tools
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.algebra import concat, deal_rows, fitting, fuse, interleave_rows, renamed, slice_rows
-from llmconv.convert.assembly import config_folder, contents_around, side_files_of, stored_config
+from llmconv.convert.assembly import config_folder, contents_around, second_models, side_files_of, stored_config
 from llmconv.convert.formats import AdapterFormat, Format, has_sign_of
 from llmconv.convert.formats.litgpt import config as configs
 from llmconv.convert.models.completeness import as_loaded
@@ -174,7 +174,8 @@ def _file(path: Path) -> Path:
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
-    found, warnings = require_state(_file(path)), list[str]()
+    found = require_state(_file(path))
+    warnings = second_models(found)
     if names := [name for name in found.state if any(part in name for part in ADAPTERS)]:
         raise UnsupportedInput(
             f"`{path.name}` holds adapters that are not merged: {listing(names)}",

@@ -138,7 +138,7 @@ def rope_settings(run: RunConfig, usual: float | None = 10000.0) -> dict[str, An
     """`rope_theta` (default `usual`) and `rope_scaling` (`FreqsMgr`); UnsupportedInput for another formula."""
     method = str(run.values.get("extend_method") or "None").upper()
     factor = run.values.get("scaling_factor", 1.0)
-    ready = run.values.get("rope_parameters") or run.values.get("rope_scaling")
+    ready = run.values.get("rope_scaling") or run.values.get("rope_parameters")
     if isinstance(ready, dict):  # a configuration in transformers' fields
         fields = RunConfig({**run.values, **ready}, run.source)
         return {"rope_theta": fields.number("rope_theta", "theta", default=usual), "rope_scaling": dict(ready)}

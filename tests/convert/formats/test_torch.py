@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import to_hf
@@ -47,6 +49,39 @@ def test_every_tensor_is_that_of_the_file_to_the_bit(tmp_path: Path, case: str) 
     stored = {name: tensor for shard in shards for name, tensor in shard.items()}
     assert {*stored} - {*written} <= {"lm_head.weight"}
     assert all(np.array_equal(written[name].read(), stored[name].numpy()) for name in written)
+
+
+@pytest.mark.parametrize(
+    ("around", "place"),
+    [
+        (lambda copy: {"ema": copy, "decay": 0.99}, "ema"),
+        (lambda copy: {"ema": {"module": {f"module.{name}": one for name, one in copy.items()}}}, "ema.module"),
+        (lambda copy: {"callbacks": {"EMA": {"ema_state_dict": copy}}}, "callbacks.EMA.ema_state_dict"),
+        (lambda copy: {"shadow_params": [*copy.values()]}, "shadow_params"),
+        (lambda copy: {"optimizer": {"exp_avg": copy}, "best": {"epoch": 3}}, ""),
+        (lambda copy: {"adapter": dict([*copy.items()][:2])}, ""),
+    ],
+)
+def test_a_second_copy_of_the_model_is_named(tmp_path: Path, around: Callable[..., Any], place: str) -> None:
+    state = llama_state()
+    copy = {name: tensor + 1 for name, tensor in state.items()}
+    found = open_training(save(tmp_path / "x.pt", {"model": state, **around(copy)}))
+    assert any(f"the model again under `{place}`" in warning for warning in found.warnings) == bool(place)
+    assert all(np.array_equal(found[name].read(), state[name].numpy()) for name in found)
+
+
+def test_an_averaged_model_of_torch_is_the_average(tmp_path: Path) -> None:
+    state = AveragedModel(AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA))).state_dict()
+    assert "n_averaged" in state
+    found = open_training(save(tmp_path / "x.pt", state))
+    assert all(np.array_equal(found[name].read(), state[f"module.{name}"].numpy()) for name in found)
+
+
+def test_an_embedding_that_was_not_gathered_is_called_so(tmp_path: Path) -> None:
+    path = save(tmp_path / "x.pt", llama_state() | {"model.embed_tokens.weight": torch.zeros(0)})
+    with pytest.raises(MalformedInput) as caught:
+        to_hf(path, tmp_path / "out")
+    assert "without gathering it" in caught.value.hint
 
 
 @pytest.mark.parametrize("key", [None, "model", "state_dict", "model_state_dict", "module"])

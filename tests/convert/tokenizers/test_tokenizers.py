@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer
 
 from llmconv.convert import to_hf
 from llmconv.convert.formats.meta import load_tokenizer
+from llmconv.convert.inspection import inspect
 from llmconv.convert.tokenizers import (
     PATTERN,
     is_tiktoken,
@@ -141,3 +143,14 @@ def test_a_folder_with_a_finished_tokenizer_is_taken_as_it_is(tmp_path: Path) ->
 def test_a_damaged_tokenizer_is_refused(parse: Callable[[bytes], Any], data: bytes) -> None:
     with pytest.raises(MalformedInput):
         parse(data)
+
+
+def test_every_chat_template_of_a_tokenizer_reaches_the_output(chatting: Path, tmp_path: Path) -> None:
+    shutil.copytree(chatting, tmp_path / "in")
+    (tmp_path / "in" / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(chatting)
+    tokenizer.chat_template = {"default": "{{ messages[0].content }}", "tool_use": "tools: {{ messages[0].content }}"}
+    tokenizer.save_pretrained(tmp_path / "in")
+    to_hf(tmp_path / "in", tmp_path / "out", dtype="bfloat16")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == tokenizer.chat_template
+    assert "additional_chat_templates/tool_use.jinja" in inspect(tmp_path / "out").side_files

@@ -15,7 +15,16 @@ from safetensors.torch import load_file
 from llmconv.convert import merge_lora
 from llmconv.convert.adapters.tuner_kinds import LONG, TorchRandom, first_of_permutation
 from llmconv.errors import UnsupportedInput
-from tests.builders.tuned_models import OPT, train_causal, train_layers, wrong
+from tests.builders.tuned_models import (
+    OPT,
+    in_float64,
+    layers_of,
+    merged_by_peft,
+    train,
+    train_causal,
+    train_layers,
+    wrong,
+)
 from tests.conftest import save_tiny
 
 LINEAR = ["linear", "square"]
@@ -78,6 +87,42 @@ def test_every_variant_of_a_config_is_merged_as_peft_does(kind: str, fields: dic
     assert others in ([], ["the merge changes nothing: every weight is that of the base"])  # OFT of one Neumann term
     assert "only checked by generic rules" in warning and "model of type `layers`" in warning
     assert not wrong(tmp_path / "out", exact)
+
+
+@pytest.mark.filterwarnings("ignore:.*have invalid shape")  # of a pruned module, as of one that was not gathered
+def test_a_module_that_adalora_pruned_away_keeps_its_weight(tmp_path: Path) -> None:
+    base, adapter, _ = train_layers(tmp_path, CONFIGS["adalora"](target_modules=LINEAR))
+    model = peft.PeftModel.from_pretrained(layers_of(base), adapter)
+    kept = {"linear": [False] * 4, "square": [True, False, True, False]}
+    model.peft_config["default"].rank_pattern = {f"{name}.lora_E.default": mask for name, mask in kept.items()}
+    model.save_pretrained(adapter)
+    assert load_file(adapter / "adapter_model.safetensors")["base_model.model.linear.lora_A"].shape == (0, 24)
+    merge_lora(base, [adapter], tmp_path / "out")
+    assert not wrong(tmp_path / "out", merged_by_peft(layers_of(base).double(), adapter))
+
+
+PAIRS = {**CONFIGS, "dora": lambda **more: peft.LoraConfig(**{"r": 4, "use_dora": True, **more})}
+PAIRS["lora"] = lambda **more: peft.LoraConfig(**{"r": 4, **more})
+
+
+@pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension", "ignore:Setting boft_n_butterfly_factor")
+@pytest.mark.quick_rows("dora", "ia3", "lora")
+@pytest.mark.parametrize("kind", PAIRS)
+def test_two_adapters_are_what_peft_computes_or_the_merge_says_that_they_are_not(kind: str, tmp_path: Path) -> None:
+    base, first, _ = train_layers(tmp_path, PAIRS[kind](target_modules=LINEAR))
+    second = train(layers_of(base), tmp_path / "second", PAIRS[kind](target_modules=LINEAR), seed=7)
+    both = peft.PeftModel.from_pretrained(layers_of(base).double(), first)
+    both.load_adapter(
+        second,
+        "second",
+    )
+    with in_float64():
+        exact = dict(both.double().merge_and_unload(adapter_names=["default", "second"]).state_dict())
+    merge = merge_lora(base, [first, second], tmp_path / "out")
+    noted = any("is not what PEFT computes with both active" in warning for warning in merge.warnings)
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    differs = any(not torch.allclose(found[name].double(), exact[name], atol=1e-4) for name in found)
+    assert noted == differs
 
 
 @pytest.mark.slow_rows("fourierft-dtype1")
