@@ -13,12 +13,10 @@ import functools
 import hashlib
 import hmac
 import ipaddress
-import json
 import logging
 import re
-import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib import resources
@@ -39,8 +37,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llmconv.errors import LlmconvError, UsageProblem
 from llmconv.serve.fields import ApiError, as_api_error
 from llmconv.serve.openai_schema import CompletionRequest, chat_request, completion_request, parse_json
-from llmconv.serve.served_model import ChoiceDelta, CompletionChoice, Job, Scheduler, ServedModel
-from llmconv.serve.tool_dialects import CALL, CONTENT
+from llmconv.serve.replies import KEEP_ALIVE, ResponseBuilder, event
+from llmconv.serve.scheduler import Job, Scheduler
+from llmconv.serve.served_model import ChoiceDelta, ServedModel
 
 # paths without API key: the page asks the user for the key, and a monitor has none
 PUBLIC = frozenset({"/", "/health"})
@@ -189,7 +188,8 @@ class Endpoints:
 
         request = await asyncio.to_thread(read) if len(body) > SMALL_BODY else read()
         choices = await while_connected(http, self.scheduler.call(lambda: self.served.choices(request)))
-        reply = ResponseBuilder(request, self.served.name, choices, self.served.format.id_of_call)
+        served = self.served
+        reply = ResponseBuilder(request, served.name, choices, served.format.id_of_call, served.bytes_of)
         job = self.scheduler.submit(self.served.steps(choices))
         if request.stream:
             headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -324,124 +324,6 @@ def make_app(served: ServedModel, scheduler: Scheduler, access: AccessRules | No
         exception_handlers={**handlers, HTTPException: on_http_error, ClientDisconnect: on_disconnect},
         lifespan=lifespan,
     )
-
-
-ARGUMENTS = 512  # characters of the arguments of a call in one event
-DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": waiting\n\n"  # a comment, so that no proxy closes a connection without traffic
-
-
-def event(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
-@dataclass
-class ResponseBuilder:
-    """Builds the response to one request while its `choices` are generated; `model` is the public name of the model."""
-
-    request: CompletionRequest
-    model: str
-    choices: Sequence[CompletionChoice]
-    id_of_call: Callable[[str], str] = str
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    texts: dict[int, list[str]] = field(default_factory=dict)
-    reasoning: dict[int, list[str]] = field(default_factory=dict)
-    calls: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    finishes: dict[int, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        chat = self.request.is_chat
-        self._head = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "object": "chat.completion" if chat else "text_completion",
-            "created": int(time.time()),
-            "model": self.model,
-        }
-        if chat and self.request.stream:
-            self._head["object"] = "chat.completion.chunk"
-        self._begun: set[int] = set()
-
-    def add(self, delta: ChoiceDelta) -> None:
-        self.completion_tokens += delta.tokens
-        self.cached_tokens += delta.cached
-        self.texts.setdefault(delta.choice, []).append(delta.text)
-        if delta.finish:
-            self.finishes[delta.choice] = delta.finish
-        for part in delta.parts:
-            if part.kind == CALL:
-                calls = self.calls.setdefault(delta.choice, [])
-                identity = self.id_of_call(secrets.token_hex(12))
-                function = {"name": part.name, "arguments": part.text}
-                calls.append({"id": identity, "type": "function", "function": function})
-            else:
-                (self.texts if part.kind == CONTENT else self.reasoning).setdefault(delta.choice, []).append(part.text)
-
-    def whole(self) -> dict[str, Any]:
-        """The complete response, for a request without `stream`."""
-        choices: list[dict[str, Any]] = []
-        for index in range(len(self.choices)):
-            text = "".join(self.texts.get(index, []))
-            content = {"message": self._message(index, text)} if self.request.is_chat else {"text": text}
-            finish = self.finishes.get(index, "stop")
-            choices.append({"index": index, **content, "logprobs": None, "finish_reason": finish})
-        return {**self._head, "choices": choices, "usage": self.usage()}
-
-    def _message(self, index: int, text: str) -> dict[str, Any]:
-        calls = self.calls.get(index)
-        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
-        if reasoning := "".join(self.reasoning.get(index, [])):
-            message["reasoning_content"] = reasoning
-        return {**message, "tool_calls": calls} if calls else message
-
-    def chunks(self, delta: ChoiceDelta) -> Iterator[bytes]:
-        """The events of one step: the role before the first text, the text, and the finish reason."""
-        self.add(delta)
-        if self.request.is_chat and delta.choice not in self._begun:
-            self._begun.add(delta.choice)
-            yield self._chunk(delta.choice, {"role": "assistant", "content": ""}, None)
-        if delta.text:
-            yield self._chunk(delta.choice, {"content": delta.text}, None)
-        for part in delta.parts:
-            if part.kind != CALL:
-                name = "content" if part.kind == CONTENT else "reasoning_content"
-                yield self._chunk(delta.choice, {name: part.text}, None)
-        yield from self._call_chunks(delta.choice, sum(part.kind == CALL for part in delta.parts))
-        if delta.finish:
-            yield self._chunk(delta.choice, {}, delta.finish)
-
-    def _call_chunks(self, choice: int, count: int) -> Iterator[bytes]:
-        """The events of the last `count` calls of an answer: its id and name first, then its arguments in pieces."""
-        calls = self.calls.get(choice, [])
-        for index, call in list(enumerate(calls))[len(calls) - count :]:
-            arguments = call["function"]["arguments"]
-            head = {**call, "index": index, "function": {"name": call["function"]["name"], "arguments": ""}}
-            yield self._chunk(choice, {"tool_calls": [head]}, None)
-            for start in range(0, len(arguments), ARGUMENTS):
-                piece = {"index": index, "function": {"arguments": arguments[start : start + ARGUMENTS]}}
-                yield self._chunk(choice, {"tool_calls": [piece]}, None)
-
-    def last(self) -> Iterator[bytes]:
-        """The events at the end of a stream: token counts if the request asks for them."""
-        if self.request.include_usage:
-            yield event({**self._head, "choices": [], "usage": self.usage()})
-        yield DONE
-
-    def usage(self) -> dict[str, Any]:
-        """Token counts so far; a prompt with several answers counts once."""
-        count = sum(len(choice.ids) for choice in self.choices[:: self.request.sampling.choices])
-        return {
-            "prompt_tokens": count,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": count + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
-    def _chunk(self, index: int, delta: dict[str, Any], finish: str | None) -> bytes:
-        content = {"delta": delta} if self.request.is_chat else {"text": delta.get("content", "")}
-        choice = {"index": index, **content, "logprobs": None, "finish_reason": finish}
-        usage = {"usage": None} if self.request.include_usage else {}
-        return event({**self._head, "choices": [choice], **usage})
 
 
 # empty elements of page.html, and the files whose content goes there

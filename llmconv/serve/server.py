@@ -36,7 +36,8 @@ from llmconv.generation.prompts import TOKENIZER
 from llmconv.progress import warn
 from llmconv.serve.app import AccessRules, make_app
 from llmconv.serve.fields import ApiError
-from llmconv.serve.served_model import Scheduler, ServedModel
+from llmconv.serve.scheduler import Scheduler
+from llmconv.serve.served_model import ServedModel
 
 SLACK = 5  # seconds after the grace period in which connections may still close by themselves
 
