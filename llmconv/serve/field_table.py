@@ -109,6 +109,7 @@ TABLE = (
         )
     ),
     *(FieldRow(name, (CHAT,), IGNORED) for name in ("modalities", "prediction", "verbosity", "include_reasoning")),
+    FieldRow("stream_options", (RESPONSES,), IGNORED),
     FieldRow("truncation", (RESPONSES,), REFUSED, "give a shorter input", ("disabled",)),
     FieldRow(
         "previous_response_id", (RESPONSES,), REFUSED, "nothing is stored: send the whole conversation as `input`"

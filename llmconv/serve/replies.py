@@ -11,9 +11,10 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from llmconv.generation.token_rules import TokenLogprob
+from llmconv.serve.fields import ApiError
 from llmconv.serve.openai_schema import CompletionRequest
 from llmconv.serve.served_model import ChoiceDelta, CompletionChoice
 from llmconv.serve.tool_dialects import CALL, CONTENT
@@ -25,6 +26,30 @@ KEEP_ALIVE = b": waiting\n\n"  # a comment, so that no proxy closes a connection
 
 def event(content: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class Reply(Protocol):
+    """What one request gets, built while its answers are generated."""
+
+    completion_tokens: int
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    def add(self, delta: ChoiceDelta) -> None:
+        """Takes a step, for `whole`."""
+
+    def whole(self) -> dict[str, Any]:
+        """The complete response, for a request without `stream`."""
+
+    def chunks(self, delta: ChoiceDelta) -> Iterator[bytes]:
+        """The events of a step."""
+
+    def last(self) -> Iterator[bytes]:
+        """The events at the end of a stream."""
+
+    def failed(self, error: ApiError) -> bytes:
+        """The event for an error after the stream has begun."""
 
 
 @dataclass
@@ -176,9 +201,18 @@ class ResponseBuilder:
             yield event({**self._head, "choices": [], "usage": self.usage()})
         yield DONE
 
+    def failed(self, error: ApiError) -> bytes:
+        """The event for an error after the stream has begun."""
+        return event(error.body())
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Those of all prompts; one with several answers counts once."""
+        return sum(len(choice.ids) for choice in self.choices[:: self.request.sampling.choices])
+
     def usage(self) -> dict[str, Any]:
-        """Token counts so far; a prompt with several answers counts once."""
-        count = sum(len(choice.ids) for choice in self.choices[:: self.request.sampling.choices])
+        """Token counts so far."""
+        count = self.prompt_tokens
         return {
             "prompt_tokens": count,
             "completion_tokens": self.completion_tokens,

@@ -66,9 +66,9 @@ class ServedModel:
     """A model with its public name (`name`, which clients send) and the server's limits.
 
     `template` is as for `TextModel.encode_chat`, `system` the message of chats that have none; `max_new_tokens` is for
-    requests that set none (default: the model's own, else 2048); `kept` caches of earlier answers stay; `tool_parser`
-    and `reasoning_parser` are as for `AnswerFormat`. Raises InputRefused for an invalid or endless template (a warning
-    for a tokenizer's own, without which texts are continued), UsageProblem for an unknown one.
+    requests that set none (default: the model's own, else 2048); `pool` has the caches of earlier answers;
+    `tool_parser` and `reasoning_parser` are as for `AnswerFormat`. Raises InputRefused for an invalid or endless
+    template (a warning for a tokenizer's own, without which texts are continued), UsageProblem for an unknown one.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ServedModel:
         template: str = TOKENIZER,
         system: str = "",
         max_new_tokens: int | None = None,
-        kept: int = 4,
+        pool: ConversationPool | None = None,
         tool_parser: str = "",
         reasoning_parser: bool = True,
     ) -> None:
@@ -87,10 +87,10 @@ class ServedModel:
         self.format = AnswerFormat(model, template, tool_parser, reasoning_parser)
         self._template, self._system = template, system
         self._max_new_tokens = max_new_tokens or model.defaults.max_new_tokens or ANSWER_TOKENS
-        self._conversations, self._others = ConversationPool(kept), model.shared_batch()
+        self._conversations, self._others = pool or ConversationPool(4), model.shared_batch()
         self._prompt_step = PROMPT_STEP
         self._stops = find_template(template).stops
-        self._shown = TokenDecoder(model.tokenizer, frozenset(model.decode.special_texts))
+        self.shown = TokenDecoder(model.tokenizer, frozenset(model.decode.special_texts))
         self._bytes: Sequence[bytes] | None = None
         if self.chats:
             try:
@@ -126,23 +126,18 @@ class ServedModel:
     def choices(self, request: CompletionRequest) -> list[CompletionChoice]:
         """The answers to generate: for every prompt, as many as the request asks for.
 
-        Raises ApiError for an unknown model name or a context that is too short, InputRefused if the chat template
-        fails on the messages, or a prompt has no tokens.
+        Raises ApiError for a context that is too short or tokens that the model does not have, InputRefused if the chat
+        template fails on the messages, or a prompt has no tokens.
         """
-        if request.model not in (None, self.name):
-            raise ApiError(
-                f"the model `{str(request.model)[:80]}` does not exist; this server has `{self.name}`",
-                status=404,
-                parameter="model",
-                code="model_not_found",
-            )
         try:
-            prompts = [self._chat(request)] if request.is_chat else [self._encode(prompt) for prompt in request.prompts]
+            prompts = (
+                [self.prompt_of(request)] if request.is_chat else [self._encode(prompt) for prompt in request.prompts]
+            )
         except TooManyTokens as error:
             raise _too_long(error.message, "messages" if request.is_chat else "prompt") from None
         plans = [self.format.plan(request, prompt.ids) for prompt in prompts]
         self._require(request, plans)
-        decode = None if request.sampling.skip_special_tokens else self._shown
+        decode = None if request.sampling.skip_special_tokens else self.shown
         return [
             CompletionChoice(
                 tuple(prompt.ids),
@@ -184,7 +179,7 @@ class ServedModel:
                 self._bytes = ()
         if token < len(self._bytes):
             return self._bytes[token]
-        return self._shown([token]).encode("utf-8", "replace") if not self._bytes else b""
+        return self.shown([token]).encode("utf-8", "replace") if not self._bytes else b""
 
     def steps(self, choices: Sequence[CompletionChoice]) -> Iterator[ChoiceDelta]:
         """Generates the answers in sequence, so that a request uses one cache at a time."""
@@ -251,7 +246,8 @@ class ServedModel:
                 self._prompt_step = max((count for count in PROMPT_STEPS if count <= most), default=PROMPT_STEPS[0])
             yield piece
 
-    def _chat(self, request: CompletionRequest) -> EncodedPrompt:
+    def prompt_of(self, request: CompletionRequest) -> EncodedPrompt:
+        """The tokens of a chat, with the system message of the server; raises as `choices`, and TooManyTokens."""
         is_missing = self._system and request.messages[0]["role"] != "system"
         system = [{"role": "system", "content": self._system}] if is_missing else []
         messages, most = [*system, *self.format.messages(request.messages)], self.model.longest_prompt
@@ -360,12 +356,13 @@ class ConversationPool:
     """Caches of the latest prompts with their answers, for later prompts that begin with the same tokens.
 
     Any number of answers may continue one. At most `most` are kept (0 for none), and the latest of them that together
-    have at most `nbytes` (None for a tenth of the free memory). Not thread-safe.
+    have at most `nbytes` (None for a tenth of the free memory, which the pools of several `models` share). Not
+    thread-safe.
     """
 
-    def __init__(self, most: int, nbytes: int | None = None) -> None:
+    def __init__(self, most: int, nbytes: int | None = None, *, models: int = 1) -> None:
         self._most = most
-        self._nbytes = int(KEPT * (available_memory() or 0)) if nbytes is None else nbytes
+        self._nbytes = int(KEPT * (available_memory() or 0)) // models if nbytes is None else nbytes
         self._kept: list[Conversation] = []
         self._sizes: dict[Conversation, int] = {}
 
