@@ -133,9 +133,9 @@ def adapted(chatting: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     shutil.copytree(chatting, base, ignore=shutil.ignore_patterns("*.onnx", "llmconv.json"))
     export(base, lora_inputs="all-linear")
     paths = {name: save_lora(base, root / name, seed=seed) for name, seed in (("one", 3), ("two", 8))}
-    merged = [
-        merge_lora(base, path, root / f"{name}-merged") and root / f"{name}-merged" for name, path in paths.items()
-    ]
+    merged = [root / f"{name}-merged" for name in paths]
+    for path, out in zip(paths.values(), merged, strict=True):
+        merge_lora(base, path, out)
     served = ServedModel(TextModel.open(base), "base")
     pools = [ConversationPool(2) for _ in paths]
     app = make_app(served, Scheduler(4, 8), adapters=with_adapters(served, paths, pools, {}))

@@ -17,6 +17,7 @@ from llmconv.generation import TextModel
 from llmconv.serve.app import MAX_BODY_BYTES
 from llmconv.serve.fields import ApiError
 from llmconv.serve.openai_schema import chat_request, completion_request
+from llmconv.serve.responses import response_request
 from tests.builders.chatting import CONTEXT
 from tests.serve.conftest import Clients
 
@@ -238,7 +239,10 @@ JSON = st.recursive(
     max_leaves=8,
 )
 NAMES = st.sampled_from(
-    ["messages", "prompt", "max_tokens", "temperature", "n", "stop", "seed", "stream", "stream_options", "tools"]
+    [
+        *("messages", "prompt", "max_tokens", "temperature", "n", "stop", "seed", "stream", "stream_options", "tools"),
+        *("input", "text", "reasoning", "include", "logprobs", "logit_bias", "stop_token_ids", "best_of", "echo"),
+    ]
 )
 
 
@@ -246,7 +250,7 @@ NAMES = st.sampled_from(
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(NAMES, JSON))
 def test_no_json_makes_the_parser_fail_with_another_error(content: dict[str, Any]) -> None:
-    for parse in (chat_request, completion_request):
+    for parse in (chat_request, completion_request, response_request):
         try:
             parse(content)
         except ApiError as error:
