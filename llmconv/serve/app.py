@@ -42,7 +42,7 @@ from llmconv.serve.replies import KEEP_ALIVE, Reply, ResponseBuilder
 from llmconv.serve.responses import ResponsesReply, response_request
 from llmconv.serve.scheduler import Job, Scheduler
 from llmconv.serve.served_model import ChoiceDelta, ServedModel
-from llmconv.serve.tokenizing import text_of, tokens_of
+from llmconv.serve.tokenizing import info_of, text_of, tokens_of
 
 # paths without API key: the page asks the user for the key, and a monitor has none
 PUBLIC = frozenset({"/", "/health"})
@@ -197,6 +197,10 @@ class Endpoints:
     async def tokenize(self, request: HttpRequest) -> Response:
         content = parse_json(await read_body(request))
         return JSONResponse(await self.scheduler.call(lambda: tokens_of(self._named, content)))
+
+    async def tokenizer_info(self, request: HttpRequest) -> Response:
+        """`GET /tokenizer_info`, as vLLM's: what lm-eval needs to use `/tokenize`."""
+        return JSONResponse(info_of(self.served))
 
     async def detokenize(self, request: HttpRequest) -> Response:
         content = parse_json(await read_body(request))
@@ -402,6 +406,7 @@ def make_app(
             Route("/v1/responses", endpoints.respond, methods=["POST"]),
             Route("/v1/embeddings", endpoints.embed, methods=["POST"]),
             Route("/tokenize", endpoints.tokenize, methods=["POST"]),
+            Route("/tokenizer_info", endpoints.tokenizer_info),
             Route("/detokenize", endpoints.detokenize, methods=["POST"]),
             Route("/metrics", endpoints.measures),
         ],

@@ -47,6 +47,7 @@ class CompletionChoice:
     decode: TokenDecoder | None = None  # tokens to text; None for the model's own
     generates: bool = True  # else only the prompt is wanted
     scores_prompt: bool = False  # the answer begins with the log-probabilities of its prompt
+    every_logprob: bool = False  # those of tokens come, too, that end the answer and are not in its text
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,7 @@ class ServedModel:
                 decode or plan.decode,
                 request.sampling.max_tokens != 0,
                 request.echo and request.logprobs is not None,
+                not request.is_chat,
             )
             for prompt, plan in zip(prompts, plans, strict=True)
             for number in range(request.sampling.choices)
@@ -202,7 +204,8 @@ class ServedModel:
             pieces = self.model.stream([choice.ids], choice.settings, conversation, self._prompt_step, **given)
             paced = self._paced(pieces, self._prompt_step)
             try:
-                for delta in apart(index, paced, parser(), choice.calls) if parser else plainly(index, paced):
+                plain = plainly(index, paced, choice.every_logprob)
+                for delta in apart(plain, parser(), choice.calls) if parser else plain:
                     if choice.echo and delta.logprobs:
                         moved = (replace(one, start=one.start + len(choice.echo)) for one in delta.logprobs)
                         delta = replace(delta, logprobs=tuple(moved))
@@ -315,10 +318,10 @@ def _rules(request: CompletionRequest) -> TokenRules | None:
     return None if rules == TokenRules() else rules
 
 
-def plainly(index: int, pieces: Iterator[TextPiece]) -> Iterator[ChoiceDelta]:
+def plainly(index: int, pieces: Iterator[TextPiece], every: bool = False) -> Iterator[ChoiceDelta]:
     """The pieces of answer number `index`, with the log-probabilities of tokens whose text is out.
 
-    Those of an end token, and of a stop string that is not a part of the answer, do not come.
+    Those of an end token, and of a stop string that is not a part of the answer, come at the end if `every` one does.
     """
     waiting: deque[TokenLogprob] = deque()
     length = 0
@@ -327,16 +330,16 @@ def plainly(index: int, pieces: Iterator[TextPiece]) -> Iterator[ChoiceDelta]:
         if piece.logprob:
             waiting.append(piece.logprob)
         ready = []
-        while waiting and (waiting[0].start < length or piece.finish == "length"):
+        while waiting and (waiting[0].start < length or piece.finish == "length" or (every and piece.finish)):
             ready.append(waiting.popleft())
         finish = "stop" if piece.finish == "eos" else piece.finish  # the other reasons have OpenAI's names
         yield ChoiceDelta(index, piece.text, int(piece.token is not None), finish, logprobs=tuple(ready))
 
 
-def apart(index: int, pieces: Iterator[TextPiece], parser: AnswerParser, several: bool) -> Iterator[ChoiceDelta]:
-    """The parts of answer number `index`, which ends after its first call if it may not have `several`."""
+def apart(plain: Iterator[ChoiceDelta], parser: AnswerParser, several: bool) -> Iterator[ChoiceDelta]:
+    """The parts of an answer, which ends after its first call if it may not have `several`."""
     has_called = False
-    for delta in plainly(index, pieces):
+    for delta in plain:
         parts = [*parser.push(delta.text), *(parser.close() if delta.finish else ())]
         first = next((at for at, part in enumerate(parts) if part.kind == CALL), None)
         has_called = has_called or first is not None

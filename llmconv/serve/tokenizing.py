@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`, in vLLM's form.
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, in vLLM's form.
 
 Source: vLLM's page on its OpenAI-compatible server, "Tokenizer API".
 """
@@ -54,6 +54,15 @@ def text_of(named: Callable[[str | None], ServedModel], content: Any) -> dict[st
     if not is_valid or not all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one < most for one in ids):
         raise ApiError(f"`tokens` must be a list of token ids below {most}", parameter="tokens")
     return {"prompt": served.shown(ids)}
+
+
+def info_of(served: ServedModel) -> dict[str, Any]:
+    """The answer of `/tokenizer_info`: special tokens by their texts, and the chat template."""
+    tokenizer = served.model.tokenizer
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    special = {name: None if (text := getattr(tokenizer, name, None)) is None else str(text) for name in names}
+    length = {"model_max_length": served.model.longest_prompt, "chat_template": tokenizer.chat_template}
+    return {"tokenizer_class": type(tokenizer).__name__, **special, **length}
 
 
 def _served(named: Callable[[str | None], ServedModel], fields: Fields) -> ServedModel:

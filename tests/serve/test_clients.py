@@ -115,7 +115,8 @@ def test_log_probabilities_have_the_bytes_of_tokens(client: openai.OpenAI, model
     for_completion = {"guided_choice": ["€uro"]}
     whole = client.completions.create(model=model, prompt="a", logprobs=0, max_tokens=9, extra_body=for_completion)
     parts = whole.choices[0].logprobs
-    assert parts and parts.tokens and parts.tokens[0] == "bytes:\\xe2" and parts.text_offset[:4] == [0, 0, 0, 1]
+    assert parts and parts.tokens and parts.tokens[0] == "bytes:\\xe2"
+    assert parts.text_offset and parts.text_offset[:4] == [0, 0, 0, 1]
 
 
 def test_several_answers_and_the_usage_of_a_stream(client: openai.OpenAI, model: str) -> None:

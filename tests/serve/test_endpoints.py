@@ -93,6 +93,11 @@ def test_tokenize_and_detokenize_are_inverse(client: TestClient, model: TextMode
         assert client.post(path, json=body).status_code == 400
 
 
+def test_the_tokenizer_tells_its_special_tokens(client: TestClient) -> None:
+    info = client.get("/tokenizer_info").json()
+    assert info["unk_token"] == "<unk>" and info["eos_token"] is None and "[end]" in info["chat_template"]
+
+
 def test_embeddings_are_not_found_and_the_error_says_how(client: TestClient) -> None:
     response = client.post("/v1/embeddings", json={"input": "a"})
     assert response.status_code == 404 and "llmconv embed" in response.json()["error"]["message"]

@@ -100,15 +100,28 @@ def test_a_stream_gives_the_same_log_probabilities(client: TestClient, path: str
     assert joined == whole
 
 
-def test_tokens_of_a_stop_string_have_none(client: TestClient) -> None:
-    whole = text_of(client)
+def test_tokens_of_a_stop_string_have_none_in_a_chat(client: TestClient) -> None:
+    whole = ask(client)["choices"][0]["message"]["content"]
     stop = whole[3:5]
     at = whole.index(stop)
     for include in (False, True):
         fields: dict[str, Any] = {"stop": stop, "include_stop_str_in_output": include}
-        answer = ask(client, COMPLETIONS, prompt="Hello", logprobs=0, **fields)["choices"][0]
-        assert answer["text"] == whole[: at + 2 * include] == "".join(answer["logprobs"]["tokens"])
+        answer = ask(client, logprobs=True, **fields)["choices"][0]
+        tokens = [one["token"] for one in answer["logprobs"]["content"]]
+        assert answer["message"]["content"] == whole[: at + 2 * include] == "".join(tokens)
         assert answer["finish_reason"] == "stop"
+
+
+def test_every_new_token_of_a_completion_has_one_so_that_readers_can_leave_it_out(
+    client: TestClient, model: TextModel
+) -> None:
+    body: dict[str, Any] = {"prompt": "Hello", "echo": True, "logprobs": 1, "max_tokens": 1, "logit_bias": {"5": 100}}
+    (ended,) = ask(client, COMPLETIONS, stop_token_ids=[5], **body)["choices"]
+    (stopped,) = ask(client, COMPLETIONS, stop=model.decode([5]), **body)["choices"]
+    (plain,) = ask(client, COMPLETIONS, **body)["choices"]
+    assert ended["text"] == stopped["text"] == "Hello" and ended["finish_reason"] == "stop"
+    for one in (ended, stopped):
+        assert one["logprobs"]["tokens"] == plain["logprobs"]["tokens"] == [*"Hello", model.decode([5])]
 
 
 def test_tokens_may_be_named_by_their_ids(client: TestClient, model: TextModel) -> None:
@@ -147,7 +160,7 @@ def test_end_tokens_end_unless_they_are_ignored_or_too_early(client: TestClient,
     force = {"logit_bias": {"5": 100}}
     end: dict[str, Any] = {**force, "stop_token_ids": [5], "logprobs": 0}
     (choice,) = ask(client, COMPLETIONS, prompt="Hello", **end)["choices"]
-    assert (choice["text"], choice["finish_reason"], choice["logprobs"]["tokens"]) == ("", "stop", [])
+    assert (choice["text"], choice["finish_reason"]) == ("", "stop")
     late = ask(client, COMPLETIONS, prompt="Hello", min_tokens=3, **end)
     assert late["usage"]["completion_tokens"] == 4 and len(late["choices"][0]["text"]) == 3
     mark = model.decode([5])
