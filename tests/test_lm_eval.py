@@ -57,7 +57,7 @@ found = {}
 for name, model, args in (
     ("hf", "hf", {"pretrained": folder, "dtype": "float32", "device": "cpu"}),
     ("llmconv", TextModelLM(folder, batch_size=batch), None),
-    ("served", "local-completions", {"base_url": sys.argv[5], "model": None, "max_length": 127, "batch_size": batch}),
+    ("served", "local-completions", {"base_url": sys.argv[5], "model": None, "batch_size": batch}),
 ):
     if name == "served" and not sys.argv[5]:
         continue
@@ -99,11 +99,11 @@ def evaluated(folder: Path, home: Path, batch: int, address: str = "") -> dict[s
     return result
 
 
-def saved(model_type: str, folder: Path) -> Path:
+def saved(model_type: str, folder: Path, **config: Any) -> Path:
     """A tiny model with graphs and the special tokens that the harness needs."""
     from transformers import AutoTokenizer  # noqa: PLC0415
 
-    save_letters(save_tiny(model_type, folder))
+    save_letters(save_tiny(model_type, folder, **config))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token = "~", "~", "`"
     tokenizer.save_pretrained(folder)
@@ -112,7 +112,7 @@ def saved(model_type: str, folder: Path) -> Path:
 
 
 def test_a_server_gives_the_scores_and_texts_of_the_graphs(tmp_path: Path) -> None:
-    folder = saved("llama", tmp_path / "llama")
+    folder = saved("llama", tmp_path / "llama", max_position_embeddings=512)
     with serving(folder) as served:
         found = evaluated(folder, tmp_path, 2, f"{served.address}/v1/completions")
     ours, theirs = found["served"], found["llmconv"]
