@@ -53,6 +53,7 @@ check: $(READY) ## look, change nothing: lint, format, spelling, types, layers, 
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.cli_page --check
 	$(BIN)/python -m tools.formats_page --check
+	$(BIN)/python -m tools.fields_page --check
 	$(BIN)/python -m tools.action_page --check
 	$(BIN)/python -m tools.touched --check
 
@@ -81,6 +82,7 @@ other-exporters: $(READY) ## verify their graphs of tiny models; kept in docs/ve
 docs: $(READY) ## write the generated pages again
 	$(BIN)/python -m tools.cli_page
 	$(BIN)/python -m tools.formats_page
+	$(BIN)/python -m tools.fields_page
 	$(BIN)/python -m tools.action_page
 
 site: $(READY) ## build the documentation as a site, build/site/index.html; warnings are errors

@@ -19,7 +19,7 @@ import llmconv.cli
 from llmconv.convert.formats import formats
 from llmconv.export import INPUT_MAPS
 from tests.conftest import save_tiny
-from tools import action_page, formats_page, site_hooks
+from tools import action_page, fields_page, formats_page, site_hooks
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -66,6 +66,11 @@ def test_the_page_of_the_command_line_is_up_to_date() -> None:
 def test_the_table_of_formats_is_up_to_date() -> None:
     text = (ROOT / formats_page.PAGE.page).read_text()
     assert formats_page.PAGE.with_part(text, formats_page.table()) == text
+
+
+def test_the_table_of_the_fields_of_requests_is_up_to_date() -> None:
+    text = (ROOT / fields_page.PAGE.page).read_text()
+    assert fields_page.PAGE.with_part(text, fields_page.table()) == text
 
 
 def test_the_table_of_the_inputs_of_the_action_is_up_to_date() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks import environments
 from llmconv.export.exporter import export
+from tests.builders.server_process import serving
 from tests.builders.talking import save_letters
 from tests.conftest import save_tiny
 
@@ -56,9 +57,13 @@ found = {}
 for name, model, args in (
     ("hf", "hf", {"pretrained": folder, "dtype": "float32", "device": "cpu"}),
     ("llmconv", TextModelLM(folder, batch_size=batch), None),
+    ("served", "local-completions", {"base_url": sys.argv[5], "model": None, "batch_size": batch}),
 ):
+    if name == "served" and not sys.argv[5]:
+        continue
     run = lm_eval.simple_evaluate(
-        model=model, model_args=args, tasks=["choice", "perplexity", "text"], bootstrap_iters=0, log_samples=True,
+        model=model, model_args=args, tasks=["choice", "text"] + ["perplexity"] * (name != "served"),
+        bootstrap_iters=0, log_samples=True,
         task_manager=TaskManager(include_path=tasks),
     )
     found[name] = {task: [one["filtered_resps"] for one in samples] for task, samples in run["samples"].items()}
@@ -66,8 +71,8 @@ print(json.dumps(found))
 """
 
 
-def evaluated(folder: Path, home: Path, batch: int) -> dict[str, Any]:
-    """The harness's answers by model and task."""
+def evaluated(folder: Path, home: Path, batch: int, address: str = "") -> dict[str, Any]:
+    """The harness's answers by model and task; `address` is that of a server of the model, as one more of them."""
     words = ("cat", "lighthouse", "sea", "tree")
     documents = [
         {
@@ -86,6 +91,7 @@ def evaluated(folder: Path, home: Path, batch: int) -> dict[str, Any]:
         source = f"dataset_path: {data['path']}\ndataset_kwargs: {{data_files: {json.dumps(data['files'])}}}\n"
         (tasks / f"{name}.yaml").write_text(f"task: {name}\ntest_split: test\n{source}{text}")
     line = [str(HOME / "bin/python"), "-c", RUN, sysconfig.get_path("purelib"), str(folder), str(tasks), str(batch)]
+    line.append(address)
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(home / "cache")}
     done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -93,16 +99,32 @@ def evaluated(folder: Path, home: Path, batch: int) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize(("model_type", "batch"), [("llama", 1), ("llama", 3), ("gemma2", 2), ("gpt2", 4)])
-def test_the_scores_are_those_of_the_eager_model(model_type: str, batch: int, tmp_path: Path) -> None:
+def saved(model_type: str, folder: Path, **config: Any) -> Path:
+    """A tiny model with graphs and the special tokens that the harness needs."""
     from transformers import AutoTokenizer  # noqa: PLC0415
 
-    folder = save_letters(save_tiny(model_type, tmp_path / model_type))
+    save_letters(save_tiny(model_type, folder, **config))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token = "~", "~", "`"
     tokenizer.save_pretrained(folder)
     export(folder, prefill=True, incremental=True)
-    found = evaluated(folder, tmp_path, batch)
+    return folder
+
+
+def test_a_server_gives_the_scores_and_texts_of_the_graphs(tmp_path: Path) -> None:
+    folder = saved("llama", tmp_path / "llama", max_position_embeddings=512)
+    with serving(folder) as served:
+        found = evaluated(folder, tmp_path, 2, f"{served.address}/v1/completions")
+    ours, theirs = found["served"], found["llmconv"]
+    assert ours["text"] == theirs["text"]
+    for mine, wanted in zip(ours["choice"], theirs["choice"], strict=True):
+        assert [greedy for _, greedy in mine] == [greedy for _, greedy in wanted]
+        assert [float(score) for score, _ in mine] == pytest.approx([float(score) for score, _ in wanted], rel=1e-5)
+
+
+@pytest.mark.parametrize(("model_type", "batch"), [("llama", 1), ("llama", 3), ("gemma2", 2), ("gpt2", 4)])
+def test_the_scores_are_those_of_the_eager_model(model_type: str, batch: int, tmp_path: Path) -> None:
+    found = evaluated(saved(model_type, tmp_path / model_type), tmp_path, batch)
     ours, theirs = found["llmconv"], found["hf"]
     assert ours["text"] == theirs["text"] and any(text for (text,) in ours["text"])
     flat = {name: [answer for document in answers["choice"] for answer in document] for name, answers in found.items()}

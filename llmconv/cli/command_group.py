@@ -55,7 +55,9 @@ COMMON = {
     "Quantization": (
         "scheme quant quant_block symmetric quant_exclude quant_bits method calibrate static_activations kv_cache"
     ),
-    "Server": "host port name parallel queue tool_parser reasoning_parser api_key allow_hosts allow_origins",
+    "Server": (
+        "host port name parallel queue tool_parser reasoning_parser api_key log_prompts allow_hosts allow_origins"
+    ),
     "What is compared": "graphs input_map reference allow_changed",
     "Scenarios": "suite scenario budget repeat layers low_memory",
     "Cost of quantization": "text max_divergence min_agreement",
@@ -77,7 +79,7 @@ OWN: dict[str, dict[str, str]] = {
     | {"trust_remote_code": "What is compared"},
     "generate": RUNNING,
     "chat": RUNNING,
-    "serve": {**RUNNING, "max_new_tokens": "Server", "system": "Server", "template": "Server"},
+    "serve": {**RUNNING, "adapters": "Model", "max_new_tokens": "Server", "system": "Server", "template": "Server"},
 }
 # the commands, in the order of the work
 SECTIONS: dict[str, tuple[str, ...]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +39,9 @@ PICKING = (
     option("--stop stop_strings STRING", "Stop string. May be repeated.", multiple=True),
     option("--seed", "Random seed for sampling.", click.IntRange(0)),
 )
+ADAPTER = option(
+    "--adapter PATH", "LoRA adapter for graphs of `export --lora-inputs`; any adapter with `--backend torch`."
+)
 BACKEND = (
     option("--backend", "Runtime to use.", ["onnx", "torch", "genai"], default="onnx"),
     option(
@@ -50,7 +53,7 @@ BACKEND = (
     ),
     option("--decode FILE", "Decode graph, for a prefill graph.", click.Path(path_type=Path)),
     option("--tokenizer PATH", "Folder of another tokenizer.  [default: the model's]"),
-    option("--adapter PATH", "LoRA adapter for graphs of `export --lora-inputs`; any adapter with `--backend torch`."),
+    ADAPTER,
     option("--prefix-tuning PATH", "Tuned prefix before every prompt: PEFT adapter, or PaddleNLP's pre_caches.npy."),
     option(
         "--speculate MODEL",
@@ -110,6 +113,34 @@ def picking(command: Command) -> Command:
 def running(command: Command) -> Command:
     """Adds the options for backend, session and stages in other processes."""
     return _with(command, (*BACKEND, *SESSION, *STAGES))
+
+
+def running_adapters(command: Command) -> Command:
+    """As `running`, with several adapters in place of one."""
+    several = option(
+        "--adapter adapters NAME=PATH",
+        "LoRA adapter that requests choose by its name, for graphs of `export --lora-inputs`; may be repeated. A path "
+        "alone is the adapter of all requests.",
+        multiple=True,
+    )
+    return _with(command, (*(several if one is ADAPTER else one for one in BACKEND), *SESSION, *STAGES))
+
+
+def adapters_of(given: Sequence[str]) -> tuple[str | None, dict[str, str]]:
+    """The adapter of all requests, if any, and the paths of the others by their names; UsageProblem for names twice."""
+    base, named = None, dict[str, str]()
+    for one in given:
+        name, mark, path = one.partition("=")
+        if not mark or Path(one).exists():
+            if base is not None:
+                problem = f"`{base}` and `{one}` are both the adapter of all requests"
+                raise UsageProblem(problem, hint="give names: `--adapter NAME=PATH`")
+            base = one
+        elif name in named:
+            raise UsageProblem(f"two adapters have the name `{name}`", hint="`--adapter NAME=PATH`")
+        else:
+            named[name] = path
+    return base, named
 
 
 def session(command: Command) -> Command:

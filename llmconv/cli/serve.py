@@ -52,7 +52,8 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 @option(
     "--allow-origin allow_origins", "Site that may send requests, https://NAME. May be repeated.", str, multiple=True
 )
-@generation_options.running
+@option("--log-prompts", "Write the text of each request into the log, too.")
+@generation_options.running_adapters
 @options.trust_remote_code
 @option("--json as_json", "Print address and model as one JSON object when ready.")
 @options.talk
@@ -64,8 +65,10 @@ def command(model: str, as_json: bool, **given: Any) -> None:
     from llmconv.generation.generate import opener
     from llmconv.serve import ServerSettings, serve
 
-    model = generation_options.with_graphs(model, given)
-    settings = ServerSettings(**generation_options.without_running(given))
+    given["adapter"], adapters = generation_options.adapters_of(given.pop("adapters"))
+    model = generation_options.with_graphs(model, given) if not adapters else model
+    given.pop("first_export", None)
+    settings = ServerSettings(**generation_options.without_running(given), adapters=adapters)
     if settings.host not in LOCAL and not settings.api_key:
         warn(f"anyone who can reach {settings.host} can use the model: set an API key in {API_KEY}")
 

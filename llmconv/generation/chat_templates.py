@@ -191,14 +191,13 @@ def _text(
 ) -> str:
     """The text of messages, made by `bounded_text` if the template comes with a model; raises as it does."""
     goes_on = for_answer and messages[-1]["role"] == "assistant"
+    ending = {"add_generation_prompt": for_answer and not goes_on, "continue_final_message": goes_on}
     render = partial(
         tokenizer.apply_chat_template,
         [dict(message) for message in messages],
         chat_template=find_template(template).text,
         tokenize=False,
-        add_generation_prompt=for_answer and not goes_on,
-        continue_final_message=goes_on,
-        **(variables or {}),
+        **{**ending, **(variables or {})},  # a server's client may want another end
     )
     trusted = template in TEMPLATES and template != TOKENIZER
     if trusted:

@@ -400,7 +400,11 @@ class TextModel:
         return SharedBatch(self.runner, self.positions)
 
     def require_structure(self, settings: GenerationSettings) -> None:
-        """Raises UsageProblem if texts cannot have the structure of the settings, for whatever reason."""
+        """Raises UsageProblem if texts cannot have the structure, or the rules for tokens, for whatever reason."""
+        if settings.rules and (settings.num_beams > 1 or self.backend == "genai"):
+            what = "a beam search" if settings.num_beams > 1 else "GenAI's loop"
+            problem = f"{what} takes neither log-probabilities nor rules for single tokens"
+            raise UsageProblem(problem, hint="leave out `--num-beams`, or `--backend genai`")
         if settings.structure is None:
             return
         if settings.num_beams > 1 or self.backend == "genai":

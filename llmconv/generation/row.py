@@ -29,6 +29,7 @@ from llmconv.tensors import Array
 
 if TYPE_CHECKING:
     from llmconv.generation.structured import TokenMask
+    from llmconv.generation.token_rules import TokenLogprob
 
 # attention mask and number of new tokens to position ids, as `default_positions`
 PositionRule = Callable[[Array, int], Array]
@@ -93,10 +94,13 @@ class TextStream:
 
 
 class StopStrings:
-    """Passes text on up to the first stop string, which may span several pieces; ignores empty stop strings."""
+    """Passes text on up to the first stop string, which may span several pieces; ignores empty stop strings.
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [stop for stop in stops if stop]
+    `include` says whether the stop string is passed on, too.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        self._stops, self._include = [stop for stop in stops if stop], include
         self._held, self._shown = "", b""  # the text, and for each of its characters whether it is passed on
         self.found = False
 
@@ -108,10 +112,11 @@ class StopStrings:
         if self.found or not self._stops:
             return piece if shown and not self.found else ""
         text, flags = self._held + piece, self._shown + bytes([shown]) * len(piece)
-        start = min((place for stop in self._stops if (place := text.find(stop)) >= 0), default=None)
-        if start is not None:
+        places = [(place, len(stop)) for stop in self._stops if (place := text.find(stop)) >= 0]
+        if places:
+            start, length = min(places)
             self.found, self._held, self._shown = True, "", b""
-            return _shown(text[:start], flags)
+            return _shown(text[: start + length * self._include], flags)
         final = len(text) - max(_overlap(text, stop) for stop in self._stops)
         self._held, self._shown = text[final:], flags[final:]
         return _shown(text[:final], flags)
@@ -182,6 +187,7 @@ class TextPiece:
         token: the new token, or the end token; None if no token was generated.
         finish: why this is the last piece: `eos`, `length` or `stop`; or `too_long`; empty if it is not.
         guessed: whether the token came from the call of the token before it, see `lookup`.
+        logprob: that of the token, if the settings ask for it.
     """
 
     index: int
@@ -189,6 +195,7 @@ class TextPiece:
     token: int | None
     finish: str
     guessed: bool = False
+    logprob: TokenLogprob | None = None
 
 
 class Row:
@@ -212,7 +219,10 @@ class Row:
         self._processor, self._mask, self.embeddings = processor, mask, start.embeddings
         self._before = self.embeddings.before if self.embeddings else 0
         self._generator = np.random.default_rng(settings.seed_of(start.sample))
-        self._text, self._stops = TextStream(decode), StopStrings(settings.stop_strings)
+        self._rules, self._logits = settings.rules, np.empty(0)  # those of the latest token that was picked
+        included = self._rules is not None and self._rules.include_stop
+        self._text, self._stops = TextStream(decode), StopStrings(settings.stop_strings, included)
+        self._read = 0  # characters of the text so far, stop strings included
         # texts of special tokens, which are not in the text, but may be part of a stop string
         stops, special = settings.stop_strings, getattr(decode, "special_texts", {})
         self._special = {token: text for token, text in special.items() if any(text in stop for stop in stops)}
@@ -249,17 +259,30 @@ class Row:
         self.room -= 1
         ended = token in self.settings.eos_token_id
         is_whole = not ended and self._mask is not None and self._mask.push(token)
-        text = "" if ended else self._stops.push(self._text.push(token))
-        if token in self._special:
-            text += self._stops.push(self._text.close()) if ended else ""
-            text += self._stops.push(self._special[token], shown=False)
+        piece, logprob = "" if ended else self._text.push(token), self._logprob(token)
+        self._read += len(piece)
+        if self._rules and self.length - len(self.prompt) < self._rules.min_tokens:
+            text = piece
+        else:
+            text = self._stops.push(piece)
+            if token in self._special:
+                text += self._stops.push(self._text.close()) if ended else ""
+                text += self._stops.push(self._special[token], shown=False)
         if ended:
             self.finish = "eos"
         elif self._stops.found or is_whole:
             self.finish = "stop"
         else:
             self.finish = "" if self.room and not is_last else "length"
-        return TextPiece(self.index, text + self.rest(), token, self.finish)
+        return TextPiece(self.index, text + self.rest(), token, self.finish, logprob=logprob)
+
+    def _logprob(self, token: int) -> TokenLogprob | None:
+        """That of the token which was picked last, if the settings ask for it."""
+        if not self._rules or self._rules.top_logprobs is None or not len(self._logits):
+            return None
+        from llmconv.generation.token_rules import TokenLogprob  # noqa: PLC0415 - few texts have them
+
+        return TokenLogprob.of(self._logits, token, self._rules.top_logprobs, self._read)
 
     def rest(self) -> str:
         """The text that was held back, at the end of the sequence; may contain a stop string."""
@@ -279,28 +302,43 @@ class Row:
         """
         settings, generator = self.settings, self._generator
         if step.choices is not None:
-            if self._processor or self._mask or settings.repetition_penalty != 1:
-                what = "structured output needs" if self._mask else "penalties need"
-                hint = (
-                    "export without `--postprocess`"
-                    if self._mask
-                    else "give `--repetition-penalty 1`, or export without `--postprocess`"
-                )
-                raise UsageProblem(f"{what} all logits, but the graph returns only the tokens that it chose", hint=hint)
+            self._require_choices()
             scores = step.choices.scores[at, column]
             if rounding and settings.is_greedy and is_close(scores, rounding):
                 return None
             return pick_choice(step.choices.tokens[at, column], scores, settings, generator)
-        scores = step.logits[at, column]
+        self._logits = step.logits[at, column]
+        scores = self._adjusted(self._logits)
         if self._processor:
             scores = self._processed(scores, self._processor)
-        elif settings.repetition_penalty != 1:
-            scores = penalized(scores, self.ids, settings.repetition_penalty)
         if self._mask and not self._processor:  # top-k and the like then choose among the tokens that may come
             scores = self._mask.scores(scores)
         if rounding and settings.is_greedy and is_close(scores, rounding):
             return None
         return (pick_scored if self._processor else pick_token)(scores, settings, generator)
+
+    def _require_choices(self) -> None:
+        """Raises UsageProblem where the tokens that the graph chose are not enough."""
+        hint = "export without `--postprocess`"
+        if self._mask:
+            what = "structured output needs"
+        elif self._rules and self._rules.needs_scores:
+            what = "log-probabilities, biases and penalties of tokens need"
+        elif self._processor or self.settings.repetition_penalty != 1:
+            what, hint = "penalties need", "give `--repetition-penalty 1`, or export without `--postprocess`"
+        else:
+            return
+        raise UsageProblem(f"{what} all logits, but the graph returns only the tokens that it chose", hint=hint)
+
+    def _adjusted(self, logits: Array) -> Array:
+        """The scores [vocabulary] with biases and penalties; that of repetition is left to the processor, if any."""
+        rules = self._rules if self._rules and self._rules.changes_scores else None
+        new, scores = self._ids[len(self.prompt) : self.length], logits
+        if rules:
+            scores = rules.biased(scores, new, self.settings.eos_token_id)
+        if self.settings.repetition_penalty != 1 and not self._processor:
+            scores = penalized(scores, self.ids, self.settings.repetition_penalty)
+        return rules.penalized(scores, new) if rules else scores
 
     def _processed(self, logits: Array, processor: Callable[[Array, Array], Array]) -> Array:
         """Scores [vocabulary] of transformers' processors, which include top-k and the like.

@@ -19,6 +19,7 @@ from llmconv.files.paths import kind_of, path_of
 
 if TYPE_CHECKING:
     from llmconv.generation.structured import Structure
+    from llmconv.generation.token_rules import TokenRules
 
 GENERATION_CONFIG = "generation_config.json"
 DEFAULT_NEW_TOKENS = 20  # transformers' default if neither `max_new_tokens` nor `max_length` is set
@@ -76,6 +77,7 @@ class GenerationSettings:
         seed: random seed for sampling; every text has a generator of its own, see `seed_of`.
         extra: other fields of `GenerationConfig` that change the text; transformers computes them.
         structure: the form that the whole text has, see `structured.py`; None for any.
+        rules: biases, penalties and log-probabilities of single tokens, see `token_rules.py`; None for none.
         explicit: names of the fields that were set and are not defaults.
 
     Raises:
@@ -98,6 +100,7 @@ class GenerationSettings:
     seed: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
     structure: Structure | None = None
+    rules: TokenRules | None = None
     explicit: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
@@ -163,7 +166,7 @@ class GenerationSettings:
     def _changed(self, changes: Mapping[str, Any]) -> GenerationSettings:
         """As `but`, ignoring fields of a file that have no effect here."""
         given = {name: value for name, value in changes.items() if value is not None}
-        structure = given.pop("structure", self.structure)
+        objects = {name: given.pop(name, getattr(self, name)) for name in OBJECTS}
         if given.get("max_new_tokens") is None and given.get("max_length") is not None:
             given["max_new_tokens"] = None  # the latest setting counts
         values = _values({name: value for name, value in given.items() if name in KINDS})
@@ -171,12 +174,12 @@ class GenerationSettings:
         # fields that change the text and that llmconv's own loop does not implement
         others = {name: given[name] for name, neutral in NEUTRAL.items() if given.get(name) not in (None, neutral)}
         others |= {name: given[name] for name in sorted(NO_NEUTRAL) if given.get(name) is not None}
-        return replace(self, **values, extra={**self.extra, **others}, structure=structure, explicit=explicit)
+        return replace(self, **values, extra={**self.extra, **others}, **objects, explicit=explicit)
 
 
 def require_known(names: Iterable[str], others: Iterable[str] = ()) -> None:
     """Raises UsageProblem, with the closest name as hint, for no field of `GenerationConfig`, as a typo is."""
-    known = {*KINDS, *NEUTRAL, *NO_NEUTRAL, "structure"}
+    known = {*KINDS, *NEUTRAL, *NO_NEUTRAL, *OBJECTS}
     names = set(names)
     if elsewhere := sorted(names & ELSEWHERE.keys()):
         raise UsageProblem(f"`{elsewhere[0]}` is not a generation setting", hint=ELSEWHERE[elsewhere[0]])
@@ -290,6 +293,7 @@ KINDS: dict[str, Any] = {
     "bos_token_id": _integer,
     "seed": _integer,
 }
+OBJECTS = ("structure", "rules")  # fields that no file has
 OPTIONAL = {"max_new_tokens", "max_length", "min_p", "pad_token_id", "bos_token_id"}  # fields that may be None
 
 
@@ -312,7 +316,7 @@ SHORT.maxstring = SHORT.maxother = 60
 
 def settings_fields(settings: GenerationSettings) -> dict[str, Any]:
     """All settings by name, sets as sorted lists, and with the other fields of `GenerationConfig` that are set."""
-    fields = {name: value for name, value in asdict(settings).items() if name not in ("extra", "explicit", "structure")}
+    fields = {name: value for name, value in asdict(settings).items() if name not in ("extra", "explicit", *OBJECTS)}
     ends = sorted(settings.eos_token_id)
     form = {"structure": settings.structure.name} if settings.structure else {}
     return {**fields, "eos_token_id": ends, "stop_strings": list(settings.stop_strings), **settings.extra, **form}

@@ -68,14 +68,14 @@ class AnswerFormat:
         """What the chat template is given; ApiError for tools where it takes none, or their calls cannot be read."""
         tools = request.tools
         if not tools.active:
-            return request.template_fields
+            return request.variables
         if not takes_tools(self._tokenizer, self._template):
             problem = "the chat template of this model takes no tools: give the server a `--template` that does"
             raise ApiError(problem, parameter="tools")
         if not self.dialect and not tools.forced:
             problem = "it is not known how this model writes calls: start the server with `--tool-parser NAME`"
             raise ApiError(problem, parameter="tools")
-        return {**request.template_fields, "tools": [dict(tool) for tool in tools.given]}
+        return {**request.variables, "tools": [dict(tool) for tool in tools.given]}
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """The messages as the template demands them."""

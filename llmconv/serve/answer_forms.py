@@ -134,9 +134,6 @@ def _response_format(wanted: dict[str, Any]) -> Structure | None:
 
 def tools_of(fields: Fields) -> ToolUse:
     """The tools of a request; ApiError for invalid ones."""
-    for name in ("functions", "function_call"):
-        if fields.take(name, list | str | dict) not in (None, [], "none", "auto"):
-            raise ApiError(f"`{name}` is not supported: use `tools`", parameter=name)
     given, choice = fields.take("tools", list) or [], fields.take("tool_choice", str | dict)
     several = fields.take("parallel_tool_calls", bool)
     if len(given) > MAX_TOOLS:

@@ -13,12 +13,10 @@ import functools
 import hashlib
 import hmac
 import ipaddress
-import json
 import logging
 import re
-import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib import resources
@@ -38,9 +36,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmconv.errors import LlmconvError, UsageProblem
 from llmconv.serve.fields import ApiError, as_api_error
+from llmconv.serve.metrics import FORMAT, Metrics, RequestRecord
 from llmconv.serve.openai_schema import CompletionRequest, chat_request, completion_request, parse_json
-from llmconv.serve.served_model import ChoiceDelta, CompletionChoice, Job, Scheduler, ServedModel
-from llmconv.serve.tool_dialects import CALL, CONTENT
+from llmconv.serve.replies import KEEP_ALIVE, Reply, ResponseBuilder
+from llmconv.serve.responses import ResponsesReply, response_request
+from llmconv.serve.scheduler import Job, Scheduler
+from llmconv.serve.served_model import ChoiceDelta, ServedModel
+from llmconv.serve.tokenizing import info_of, text_of, tokens_of
 
 # paths without API key: the page asks the user for the key, and a monitor has none
 PUBLIC = frozenset({"/", "/health"})
@@ -137,6 +139,7 @@ log = logging.getLogger("llmconv.serve")
 Result = TypeVar("Result")
 MAX_BODY_BYTES = 4 << 20  # maximum size of a request: about a million tokens of text
 # of a body that is too large, this many are read and discarded: most clients read no answer until all is sent
+CLOSED = 499  # status of a request whose client disconnected
 DISCARDED_BYTES = 64 << 20
 SMALL_BODY = 1 << 16  # larger requests are parsed in a thread, so that others do not wait
 BODY_SECONDS = 30  # maximum time to receive a request
@@ -145,10 +148,12 @@ KEEP_ALIVE_SECONDS = 15  # a stream without new text for this long gets a commen
 
 @dataclass
 class Endpoints:
-    """The handlers of all routes, over one model and its scheduler."""
+    """The handlers of all routes, over a model, its adapters and their scheduler."""
 
     served: ServedModel
     scheduler: Scheduler
+    adapters: Sequence[ServedModel] = ()  # the same model with an adapter each
+    metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def page(self, request: HttpRequest) -> Response:
@@ -163,38 +168,95 @@ class Endpoints:
         return JSONResponse({"status": "ok", **known, **self.scheduler.load()})
 
     async def models(self, request: HttpRequest) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        return JSONResponse({"object": "list", "data": [self._model(one) for one in (self.served, *self.adapters)]})
 
     async def model(self, request: HttpRequest) -> Response:
-        name = request.path_params["name"]
-        if name != self.served.name:
-            raise ApiError(f"the model `{name[:80]}` does not exist", status=404, code="model_not_found")
-        return JSONResponse(self._model())
+        return JSONResponse(self._model(self._named(request.path_params["name"])))
 
     async def chat(self, request: HttpRequest) -> Response:
-        return await self._answer(request, chat_request)
+        return await self._answer(request, chat_request, ResponseBuilder)
 
     async def complete(self, request: HttpRequest) -> Response:
-        return await self._answer(request, completion_request)
+        return await self._answer(request, completion_request, ResponseBuilder)
 
-    def _model(self) -> dict[str, Any]:
-        known = {"id": self.served.name, "object": "model", "created": self.created, "owned_by": "llmconv"}
-        return {**known, "context_length": self.served.model.context_length}
+    async def respond(self, request: HttpRequest) -> Response:
+        shown: list[Any] = []
 
-    async def _answer(self, http: HttpRequest, parse: Callable[[Any], CompletionRequest]) -> Response:
+        def parse(content: Any) -> CompletionRequest:
+            found, repeated = response_request(content)
+            shown.append(repeated)
+            return found
+
+        return await self._answer(request, parse, lambda found, *given: ResponsesReply(found, shown[0], *given))
+
+    async def embed(self, request: HttpRequest) -> Response:
+        """`POST /v1/embeddings`: this server generates texts."""
+        problem = "this model generates texts, and has no embeddings: `llmconv embed FOLDER` runs a model that has them"
+        raise ApiError(problem, status=404, code="no_embeddings")
+
+    async def tokenize(self, request: HttpRequest) -> Response:
+        content = parse_json(await read_body(request))
+        return JSONResponse(await self.scheduler.call(lambda: tokens_of(self._named, content)))
+
+    async def tokenizer_info(self, request: HttpRequest) -> Response:
+        """`GET /tokenizer_info`, as vLLM's: what lm-eval needs to use `/tokenize`."""
+        return JSONResponse(info_of(self.served))
+
+    async def detokenize(self, request: HttpRequest) -> Response:
+        content = parse_json(await read_body(request))
+        return JSONResponse(await self.scheduler.call(lambda: text_of(self._named, content)))
+
+    async def measures(self, request: HttpRequest) -> Response:
+        """`GET /metrics`, for Prometheus."""
+        return Response(self.metrics.text(self.scheduler.load()), media_type=FORMAT)
+
+    def _named(self, name: str | None) -> ServedModel:
+        """The model of that name, None for the one without adapter; ApiError for an unknown one."""
+        base = self.served
+        if name is None:
+            return base
+        for one in (base, *self.adapters):
+            if name in (one.name, f"{base.name}:{one.name}" if one is not base else None):
+                return one
+        known = ", ".join(f"`{one.name}`" for one in (base, *self.adapters))
+        problem = f"the model `{str(name)[:80]}` does not exist; this server has {known}"
+        raise ApiError(problem, status=404, parameter="model", code="model_not_found")
+
+    def _model(self, served: ServedModel) -> dict[str, Any]:
+        known = {"id": served.name, "object": "model", "created": self.created, "owned_by": "llmconv"}
+        parent = {} if served is self.served else {"parent": self.served.name}
+        return {**known, **parent, "context_length": served.model.context_length}
+
+    async def _answer(
+        self, http: HttpRequest, parse: Callable[[Any], CompletionRequest], build: Callable[..., Reply]
+    ) -> Response:
         body = await read_body(http)
+        record = self.metrics.begin(http.url.path)
 
         def read() -> CompletionRequest:
-            return parse(parse_json(body))
+            content = parse_json(body)
+            record.note(content)
+            return parse(content)
 
-        request = await asyncio.to_thread(read) if len(body) > SMALL_BODY else read()
-        choices = await while_connected(http, self.scheduler.call(lambda: self.served.choices(request)))
-        reply = ResponseBuilder(request, self.served.name, choices, self.served.format.id_of_call)
-        job = self.scheduler.submit(self.served.steps(choices))
-        if request.stream:
-            headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-            return StreamingResponse(events(job, reply), media_type="text/event-stream", headers=headers)
-        await collect(http, job, reply)
+        try:
+            request = await asyncio.to_thread(read) if len(body) > SMALL_BODY else read()
+            served = self._named(request.model)
+            record.model = served.name
+            choices = await while_connected(http, self.scheduler.call(lambda: served.choices(request)))
+            reply = build(request, served.name, choices, served.format.id_of_call, served.bytes_of)
+            job = self.scheduler.submit(served.steps(choices))
+            if request.stream:
+                headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+                stream = events(job, reply, record)
+                return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+            await collect(http, job, reply, record)
+        except ClientDisconnect:
+            record.end(CLOSED)
+            raise
+        except Exception as error:
+            record.end(as_api_error(error).status)
+            raise
+        record.end(200, reply.prompt_tokens, reply.completion_tokens)
         return JSONResponse(reply.whole())
 
 
@@ -224,12 +286,14 @@ async def read_body(http: HttpRequest) -> bytes:
     return bytes(body)
 
 
-async def collect(http: HttpRequest, job: Job[ChoiceDelta], reply: ResponseBuilder) -> None:
+async def collect(http: HttpRequest, job: Job[ChoiceDelta], reply: Reply, record: RequestRecord) -> None:
     """Waits for the whole answer; raises ClientDisconnect if the client disconnects first."""
 
     async def gather() -> None:
         async for delta in job.items():
             if delta is not None:
+                if delta.tokens:
+                    record.token()
                 reply.add(delta)
 
     try:
@@ -256,20 +320,26 @@ async def _wait_for_disconnect(http: HttpRequest) -> None:
         pass
 
 
-async def events(job: Job[ChoiceDelta], reply: ResponseBuilder) -> AsyncIterator[bytes]:
+async def events(job: Job[ChoiceDelta], reply: Reply, record: RequestRecord) -> AsyncIterator[bytes]:
     """The event stream of an answer; the job is canceled when the client disconnects."""
+    status = CLOSED
     try:
         async for delta in job.items(every=KEEP_ALIVE_SECONDS):
             if delta is None:
                 yield KEEP_ALIVE
                 continue
+            if delta.tokens:
+                record.token()
             for chunk in reply.chunks(delta):
                 yield chunk
         for chunk in reply.last():
             yield chunk
+        status = 200
     except Exception as error:
-        yield event(as_api_error(error).body())
+        status = as_api_error(error).status
+        yield reply.failed(as_api_error(error))
     finally:
+        record.end(status, reply.prompt_tokens, reply.completion_tokens)
         job.cancel()
 
 
@@ -290,13 +360,27 @@ async def on_http_error(request: HttpRequest, error: Exception) -> Response:
 
 async def on_disconnect(request: HttpRequest, error: Exception) -> Response:
     """Status 499, which servers log for a client that disconnected; nobody receives it."""
-    return Response(status_code=499)
+    return Response(status_code=CLOSED)
 
 
-def make_app(served: ServedModel, scheduler: Scheduler, access: AccessRules | None = None) -> Starlette:
-    """The app, which starts and stops the scheduler's thread; `access` is for local requests only by default."""
+def make_app(
+    served: ServedModel,
+    scheduler: Scheduler,
+    access: AccessRules | None = None,
+    adapters: Sequence[ServedModel] = (),
+    metrics: Metrics | None = None,
+) -> Starlette:
+    """The app, which starts and stops the scheduler's thread.
+
+    Args:
+        served: the model.
+        scheduler: runs the answers.
+        access: who may send requests; by default programs and pages of this machine.
+        adapters: the same model with an adapter each, by names of their own.
+        metrics: counts requests, and has their log; by default there is none.
+    """
     access = access or AccessRules()
-    endpoints = Endpoints(served, scheduler)
+    endpoints = Endpoints(served, scheduler, adapters, metrics or Metrics())
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -319,129 +403,17 @@ def make_app(served: ServedModel, scheduler: Scheduler, access: AccessRules | No
             Route("/v1/models/{name:path}", endpoints.model),
             Route("/v1/chat/completions", endpoints.chat, methods=["POST"]),
             Route("/v1/completions", endpoints.complete, methods=["POST"]),
+            Route("/v1/responses", endpoints.respond, methods=["POST"]),
+            Route("/v1/embeddings", endpoints.embed, methods=["POST"]),
+            Route("/tokenize", endpoints.tokenize, methods=["POST"]),
+            Route("/tokenizer_info", endpoints.tokenizer_info),
+            Route("/detokenize", endpoints.detokenize, methods=["POST"]),
+            Route("/metrics", endpoints.measures),
         ],
         middleware=middleware,
         exception_handlers={**handlers, HTTPException: on_http_error, ClientDisconnect: on_disconnect},
         lifespan=lifespan,
     )
-
-
-ARGUMENTS = 512  # characters of the arguments of a call in one event
-DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": waiting\n\n"  # a comment, so that no proxy closes a connection without traffic
-
-
-def event(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
-
-
-@dataclass
-class ResponseBuilder:
-    """Builds the response to one request while its `choices` are generated; `model` is the public name of the model."""
-
-    request: CompletionRequest
-    model: str
-    choices: Sequence[CompletionChoice]
-    id_of_call: Callable[[str], str] = str
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    texts: dict[int, list[str]] = field(default_factory=dict)
-    reasoning: dict[int, list[str]] = field(default_factory=dict)
-    calls: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
-    finishes: dict[int, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        chat = self.request.is_chat
-        self._head = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "object": "chat.completion" if chat else "text_completion",
-            "created": int(time.time()),
-            "model": self.model,
-        }
-        if chat and self.request.stream:
-            self._head["object"] = "chat.completion.chunk"
-        self._begun: set[int] = set()
-
-    def add(self, delta: ChoiceDelta) -> None:
-        self.completion_tokens += delta.tokens
-        self.cached_tokens += delta.cached
-        self.texts.setdefault(delta.choice, []).append(delta.text)
-        if delta.finish:
-            self.finishes[delta.choice] = delta.finish
-        for part in delta.parts:
-            if part.kind == CALL:
-                calls = self.calls.setdefault(delta.choice, [])
-                identity = self.id_of_call(secrets.token_hex(12))
-                function = {"name": part.name, "arguments": part.text}
-                calls.append({"id": identity, "type": "function", "function": function})
-            else:
-                (self.texts if part.kind == CONTENT else self.reasoning).setdefault(delta.choice, []).append(part.text)
-
-    def whole(self) -> dict[str, Any]:
-        """The complete response, for a request without `stream`."""
-        choices: list[dict[str, Any]] = []
-        for index in range(len(self.choices)):
-            text = "".join(self.texts.get(index, []))
-            content = {"message": self._message(index, text)} if self.request.is_chat else {"text": text}
-            finish = self.finishes.get(index, "stop")
-            choices.append({"index": index, **content, "logprobs": None, "finish_reason": finish})
-        return {**self._head, "choices": choices, "usage": self.usage()}
-
-    def _message(self, index: int, text: str) -> dict[str, Any]:
-        calls = self.calls.get(index)
-        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
-        if reasoning := "".join(self.reasoning.get(index, [])):
-            message["reasoning_content"] = reasoning
-        return {**message, "tool_calls": calls} if calls else message
-
-    def chunks(self, delta: ChoiceDelta) -> Iterator[bytes]:
-        """The events of one step: the role before the first text, the text, and the finish reason."""
-        self.add(delta)
-        if self.request.is_chat and delta.choice not in self._begun:
-            self._begun.add(delta.choice)
-            yield self._chunk(delta.choice, {"role": "assistant", "content": ""}, None)
-        if delta.text:
-            yield self._chunk(delta.choice, {"content": delta.text}, None)
-        for part in delta.parts:
-            if part.kind != CALL:
-                name = "content" if part.kind == CONTENT else "reasoning_content"
-                yield self._chunk(delta.choice, {name: part.text}, None)
-        yield from self._call_chunks(delta.choice, sum(part.kind == CALL for part in delta.parts))
-        if delta.finish:
-            yield self._chunk(delta.choice, {}, delta.finish)
-
-    def _call_chunks(self, choice: int, count: int) -> Iterator[bytes]:
-        """The events of the last `count` calls of an answer: its id and name first, then its arguments in pieces."""
-        calls = self.calls.get(choice, [])
-        for index, call in list(enumerate(calls))[len(calls) - count :]:
-            arguments = call["function"]["arguments"]
-            head = {**call, "index": index, "function": {"name": call["function"]["name"], "arguments": ""}}
-            yield self._chunk(choice, {"tool_calls": [head]}, None)
-            for start in range(0, len(arguments), ARGUMENTS):
-                piece = {"index": index, "function": {"arguments": arguments[start : start + ARGUMENTS]}}
-                yield self._chunk(choice, {"tool_calls": [piece]}, None)
-
-    def last(self) -> Iterator[bytes]:
-        """The events at the end of a stream: token counts if the request asks for them."""
-        if self.request.include_usage:
-            yield event({**self._head, "choices": [], "usage": self.usage()})
-        yield DONE
-
-    def usage(self) -> dict[str, Any]:
-        """Token counts so far; a prompt with several answers counts once."""
-        count = sum(len(choice.ids) for choice in self.choices[:: self.request.sampling.choices])
-        return {
-            "prompt_tokens": count,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": count + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-
-    def _chunk(self, index: int, delta: dict[str, Any], finish: str | None) -> bytes:
-        content = {"delta": delta} if self.request.is_chat else {"text": delta.get("content", "")}
-        choice = {"index": index, **content, "logprobs": None, "finish_reason": finish}
-        usage = {"usage": None} if self.request.include_usage else {}
-        return event({**self._head, "choices": [choice], **usage})
 
 
 # empty elements of page.html, and the files whose content goes there

@@ -80,24 +80,23 @@ class Fields:
         if not isinstance(content, dict):
             raise ApiError("the body must be a JSON object")
         self._left, self._prefix = dict(content), prefix
+        self.asked: set[str] = set()  # names that were looked for
 
     def take(self, name: str, kind: Any) -> Any:
         """Removes and returns a field, None if it is missing; raises ApiError for another type than `kind`."""
-        if (value := self._left.pop(name, None)) is None or isinstance(value, kind):
+        if (value := self._pop(name)) is None or isinstance(value, kind):
             return value
         raise self._wrong(name, NAMES.get(kind, "of another type"))
 
     def flag(self, name: str) -> bool:
         """Removes and returns a boolean field, False if it is missing; raises ApiError for another type."""
-        if (value := self._left.pop(name, None)) is None or isinstance(value, bool):
-            return bool(value)
-        raise self._wrong(name, "true or false")
+        return bool(self.take(name, bool))
 
     def number(
         self, name: str, kind: type[Number], least: float | None = None, most: float | None = None
     ) -> Number | None:
         """Removes and returns a number or None, `1.0` for 1, too; ApiError unless from `least` to `most`."""
-        if (value := self._left.pop(name, None)) is None:
+        if (value := self._pop(name)) is None:
             return None
         words = "an integer" if kind is int else "a number"
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -116,6 +115,10 @@ class Fields:
         for name in sorted(self._left.keys() - ignored):
             shown = f"{self._prefix}{name[:80]}"
             raise ApiError(f"unrecognized request argument: {shown}", parameter=shown, code="unknown_parameter")
+
+    def _pop(self, name: str) -> Any:
+        self.asked.add(name)
+        return self._left.pop(name, None)
 
     def _wrong(self, name: str, words: str) -> ApiError:
         name = f"{self._prefix}{name}"

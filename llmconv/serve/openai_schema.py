@@ -1,4 +1,4 @@
-"""OpenAI's requests, parsed strictly: unsupported fields are refused by name, fields without effect are ignored.
+"""OpenAI's requests, parsed strictly: `field_table.py` says which fields are refused by name, and which are ignored.
 
 Images in messages are parts of type `image_url` whose URL contains the image; the server fetches nothing.
 
@@ -16,25 +16,22 @@ from typing import Any
 
 from llmconv.checkpoint import StrictJsonError, parse_strictly
 from llmconv.generation.structured import Structure
+from llmconv.generation.token_rules import MOST, TokenRules
 from llmconv.serve.answer_forms import ToolUse, calls_of, structure_of, template_fields, tool_answer, tools_of
+from llmconv.serve.field_table import CHAT, COMPLETIONS, finish
 from llmconv.serve.fields import ApiError, Fields, checked_text
 
-MAX_CHOICES = 4
+MAX_CHOICES = 16
 MAX_IMAGES = 8
-MAX_PROMPTS = 16
-MAX_STOPS = 4
+MAX_PROMPTS = 128
+MAX_STOPS = 16
+MAX_STOP_TOKENS = 64
+MAX_TOP_LOGPROBS = 20
+MAX_BIASES = 1024
 MAX_TOKENS = 1_000_000
 COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` for completions; chat answers have none
 # role of a message to the role in chat templates
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-# fields that clients may send to any server, and that do not change the text
-WITHOUT_EFFECT = frozenset(
-    [
-        *("metadata", "moderation", "modalities", "prediction", "prompt_cache_key"),
-        *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"),
-        "verbosity",
-    ]
-)
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,12 @@ class SamplingOptions:
     repetition_penalty: float | None
     seed: int | None
     stop: tuple[str, ...]  # texts that end an answer
-    choices: int  # answers per prompt, 1 to 4
+    choices: int  # answers per prompt, of which the client gets `wanted`
+    wanted: int
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    rules: TokenRules = TokenRules()
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ class CompletionRequest:
     sampling: SamplingOptions
     stream: bool  # send the answer in pieces
     include_usage: bool  # end the stream with token counts
+    usage_in_chunks: bool = False  # token counts so far in every event
+    logprobs: int | None = None  # number of likeliest tokens beside each one; None for no log-probabilities
+    token_ids: bool = False  # whether tokens of log-probabilities are named by their ids
+    continues: bool | None = None  # whether a last message of the assistant is continued; None where there is one
+    add_generation_prompt: bool = True
     echo: bool = False  # begin a completion with its prompt
     images: tuple[bytes, ...] = ()  # image files of the chat, in order
     structure: Structure | None = None  # the form of the text
@@ -73,6 +80,18 @@ class CompletionRequest:
     @property
     def is_chat(self) -> bool:
         return bool(self.messages)
+
+    @property
+    def variables(self) -> Mapping[str, Any]:
+        """What the chat template is given, apart from tools."""
+        if self.continues is None and self.add_generation_prompt:
+            return self.template_fields
+        goes_on = bool(self.continues)
+        return {
+            **self.template_fields,
+            "continue_final_message": goes_on,
+            "add_generation_prompt": self.add_generation_prompt and not goes_on,
+        }
 
 
 def parse_json(body: bytes) -> Any:
@@ -91,73 +110,127 @@ def chat_request(content: Any) -> CompletionRequest:
     if not (messages := fields.take("messages", list)):
         raise ApiError("`messages` must be a list of at least one message", parameter="messages")
     tools, variables = tools_of(fields), template_fields(fields)
-    for name in ("audio", "web_search_options"):
-        if fields.take(name, dict):
-            raise ApiError(f"`{name}` is not supported", parameter=name)
-    for name, wanted in (("logprobs", fields.flag("logprobs")), ("top_logprobs", fields.number("top_logprobs", int))):
-        if wanted:
-            raise ApiError(f"log probabilities are not supported: leave `{name}` out", parameter=name)
     most = fields.number("max_completion_tokens", int, 1, MAX_TOKENS)
     deprecated = fields.number("max_tokens", int, 1, MAX_TOKENS)
     images: list[bytes] = []
     found: list[Mapping[str, Any]] = []
     for at, message in enumerate(messages):
         found.append(_message(message, f"messages[{at}]", images, found))
-    request = _request(fields, most if most is not None else deprecated, messages=tuple(found))
+    wants, top = fields.flag("logprobs"), fields.number("top_logprobs", int, 0, MAX_TOP_LOGPROBS)
+    if top is not None and not wants:
+        raise ApiError("`top_logprobs` needs `logprobs`: true", parameter="top_logprobs")
+    ending = _ending(fields, found[-1]["role"])
+    request = _request(fields, CHAT, most if most is not None else deprecated, (top or 0) if wants else None)
     if request.structure and tools.forced:
         raise ApiError("a call that `tool_choice` forces has no other form", parameter="tool_choice")
-    return replace(request, images=tuple(images), tools=tools, template_fields=variables)
+    given: dict[str, Any] = {"images": tuple(images), "tools": tools, "template_fields": variables, **ending}
+    return replace(request, messages=tuple(found), **given)
+
+
+def _ending(fields: Fields, last: str) -> dict[str, bool | None]:
+    """How the prompt of a chat ends, whose last message is of the role `last`."""
+    continues, add = fields.take("continue_final_message", bool), fields.take("add_generation_prompt", bool)
+    if continues and last != "assistant":
+        problem = "`continue_final_message` needs a last message of the assistant"
+        raise ApiError(problem, parameter="continue_final_message")
+    if continues and add:
+        problem = "`continue_final_message` and `add_generation_prompt` exclude each other"
+        raise ApiError(problem, parameter="add_generation_prompt")
+    if continues is None and add is not None:
+        continues = False
+    return {"continues": continues, "add_generation_prompt": add is not False}
 
 
 def completion_request(content: Any) -> CompletionRequest:
     """Parses the body of `/v1/completions`; raises ApiError for missing, invalid and unsupported fields."""
     fields = Fields(content)
     prompts = _prompts(fields.take("prompt", str | list))
-    if fields.number("logprobs", int) is not None:
-        raise ApiError("log probabilities are not supported: leave `logprobs` out", parameter="logprobs")
-    if fields.take("suffix", str):
-        raise ApiError("`suffix` is not supported", parameter="suffix")
-    if fields.number("best_of", int, 1) not in (None, 1):
-        raise ApiError("`best_of` must be 1", parameter="best_of")
-    most = fields.number("max_tokens", int, 1, MAX_TOKENS)
-    return _request(fields, COMPLETION_TOKENS if most is None else most, prompts=prompts, echo=fields.flag("echo"))
+    most, echo = fields.number("max_tokens", int, 0, MAX_TOKENS), fields.flag("echo")
+    logprobs, best = fields.number("logprobs", int, 0, MAX_TOP_LOGPROBS), fields.number("best_of", int, 1, MAX_CHOICES)
+    request = _request(fields, COMPLETIONS, COMPLETION_TOKENS if most is None else most, logprobs)
+    sampling, rules = request.sampling, request.sampling.rules
+    if best is not None and best < sampling.wanted:
+        raise ApiError(f"`best_of` must be at least `n`, {sampling.wanted}", parameter="best_of")
+    if best is not None and best > sampling.wanted:
+        if request.stream:
+            problem = "`best_of` does not stream: which answers are the best is known at the end"
+            raise ApiError(problem, parameter="best_of")
+        rules = replace(rules, top_logprobs=rules.top_logprobs or 0)
+        request = replace(request, sampling=replace(sampling, choices=best, rules=rules))
+    return replace(request, prompts=prompts, echo=echo)
 
 
-def _request(
-    fields: Fields,
-    max_tokens: int | None,
-    messages: tuple[Mapping[str, Any], ...] = (),
-    prompts: tuple[str | tuple[int, ...], ...] = (),
-    echo: bool = False,
-) -> CompletionRequest:
-    for name in ("presence_penalty", "frequency_penalty"):
-        if fields.number(name, float):
-            raise ApiError(f"`{name}` must be 0: use `repetition_penalty`, as in transformers", parameter=name)
-    if fields.take("logit_bias", dict):
-        raise ApiError("`logit_bias` is not supported", parameter="logit_bias")
+def _request(fields: Fields, endpoint: str, max_tokens: int | None, logprobs: int | None) -> CompletionRequest:
+    """The fields that both endpoints have; ApiError for what is left."""
     options = Fields(fields.take("stream_options", dict) or {}, "stream_options.")
-    include_usage = options.flag("include_usage")
+    usage, in_chunks = options.flag("include_usage"), options.flag("continuous_usage_stats")
     options.flag("include_obfuscation")
     options.nothing_else(frozenset())
-    sampling, stream, model = _sampling(fields, max_tokens), fields.flag("stream"), fields.take("model", str)
-    structure = structure_of(fields)
-    fields.nothing_else(WITHOUT_EFFECT)
-    return CompletionRequest(model, messages, prompts, sampling, stream, include_usage, echo, structure=structure)
+    sampling, stream, model = _sampling(fields, max_tokens, logprobs), fields.flag("stream"), fields.take("model", str)
+    structure, token_ids = structure_of(fields), fields.flag("return_tokens_as_token_ids")
+    finish(fields, endpoint)
+    many: dict[str, Any] = {"usage_in_chunks": usage and in_chunks, "logprobs": logprobs, "token_ids": token_ids}
+    return CompletionRequest(model, (), (), sampling, stream, usage, structure=structure, **many)
 
 
-def _sampling(fields: Fields, max_tokens: int | None) -> SamplingOptions:
-    choices = fields.number("n", int, 1, MAX_CHOICES)
+def _sampling(fields: Fields, max_tokens: int | None, logprobs: int | None) -> SamplingOptions:
+    choices = fields.number("n", int, 1, MAX_CHOICES) or 1
+    skips = fields.take("skip_special_tokens", bool)
+    rules = TokenRules(
+        logit_bias=_biases(fields.take("logit_bias", dict) or {}),
+        presence_penalty=fields.number("presence_penalty", float, -2, 2) or 0.0,
+        frequency_penalty=fields.number("frequency_penalty", float, -2, 2) or 0.0,
+        min_tokens=fields.number("min_tokens", int, 0, MAX_TOKENS) or 0,
+        top_logprobs=logprobs,
+        include_stop=fields.flag("include_stop_str_in_output"),
+    )
+    if max_tokens is not None and rules.min_tokens > max_tokens:
+        raise ApiError(f"`min_tokens` is more than the {max_tokens} tokens of the answer", parameter="min_tokens")
     return SamplingOptions(
         max_tokens=max_tokens,
         temperature=fields.number("temperature", float, 0, 2),
         top_p=fields.number("top_p", float, 0, 1),
-        top_k=fields.number("top_k", int, 0),
+        top_k=_top_k(fields),
         min_p=fields.number("min_p", float, 0, 1),
         repetition_penalty=fields.number("repetition_penalty", float, 0.01, 100),
         seed=fields.number("seed", int, -(2**63), 2**63 - 1),
         stop=_stops(fields.take("stop", str | list)),
-        choices=1 if choices is None else choices,
+        choices=choices,
+        wanted=choices,
+        stop_token_ids=_stop_tokens(fields.take("stop_token_ids", list) or []),
+        ignore_eos=fields.flag("ignore_eos"),
+        skip_special_tokens=skips is not False,
+        rules=rules,
     )
+
+
+def _top_k(fields: Fields) -> int | None:
+    """The field of that name; -1 is vLLM's word for all tokens."""
+    value = fields.number("top_k", int, -1)
+    return 0 if value == -1 else value
+
+
+TOKEN = re.compile(r"[0-9]{1,9}")
+
+
+def _biases(given: Mapping[str, Any]) -> dict[int, float]:
+    found = {}
+    for name, value in given.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not TOKEN.fullmatch(name) or not is_number:
+            problem = "`logit_bias` must be an object of token ids, as texts, and numbers"
+            raise ApiError(problem, parameter="logit_bias")
+        found[int(name)] = float(min(max(value, -MOST), MOST))
+    if len(given) > MAX_BIASES:
+        raise ApiError(f"`logit_bias` has at most {MAX_BIASES} tokens", parameter="logit_bias")
+    return found
+
+
+def _stop_tokens(given: Sequence[Any]) -> frozenset[int]:
+    if len(given) > MAX_STOP_TOKENS or not all(_is_token(one) and 0 <= one < 2**31 for one in given):
+        problem = f"`stop_token_ids` must be a list of up to {MAX_STOP_TOKENS} token ids"
+        raise ApiError(problem, parameter="stop_token_ids")
+    return frozenset(given)
 
 
 def _stops(value: str | list[Any] | None) -> tuple[str, ...]:

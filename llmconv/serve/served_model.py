@@ -1,34 +1,27 @@
-"""ServedModel turns a request into the steps of its answers; a Scheduler runs those of the active ones in turn.
-
-One thread owns the model and runs one step of each answer; another one prepares prompts.
-"""
+"""ServedModel turns a request into the steps of its answers, which a `Scheduler` runs in turn."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import secrets
-import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from llmconv.errors import InputRefused, LlmconvError
+from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.generation import Conversation, GenerationSettings, TextModel
 from llmconv.generation.chat_session import ANSWER_TOKENS
 from llmconv.generation.chat_templates import find_template, require_valid
 from llmconv.generation.loop import common_length
 from llmconv.generation.prompts import TOKENIZER, EncodedPrompt
-from llmconv.generation.row import TextPiece
+from llmconv.generation.row import TextPiece, TextStream
+from llmconv.generation.token_rules import TokenLogprob, TokenRules, prompt_logprobs
 from llmconv.memory import available_memory
 from llmconv.progress import warn
 from llmconv.runtime.runner import Cache, PromptEmbeddings, RemoteCache
-from llmconv.runtime.tokenizer import TooManyTokens, token_ids
+from llmconv.runtime.tokenizer import TokenDecoder, TooManyTokens, token_ids
 from llmconv.serve.answer_format import AnswerFormat, AnswerPlan
 from llmconv.serve.answer_forms import made
 from llmconv.serve.answer_parser import AnswerParser
@@ -51,6 +44,10 @@ class CompletionChoice:
     embeddings: Callable[[], PromptEmbeddings] | None = None
     plan: AnswerPlan = field(default_factory=AnswerPlan)
     calls: bool = True  # several calls of tools; else the answer ends after the first
+    decode: TokenDecoder | None = None  # tokens to text; None for the model's own
+    generates: bool = True  # else only the prompt is wanted
+    scores_prompt: bool = False  # the answer begins with the log-probabilities of its prompt
+    every_logprob: bool = False  # those of tokens come, too, that end the answer and are not in its text
 
 
 @dataclass(frozen=True)
@@ -63,15 +60,16 @@ class ChoiceDelta:
     finish: str  # empty, `stop`, `length` or `tool_calls`
     cached: int = 0  # tokens of the prompt that were in a cache
     parts: tuple[Part, ...] = ()  # of an answer that is taken apart; `text` is empty then
+    logprobs: tuple[TokenLogprob, ...] = ()  # those of tokens whose text has come with this or earlier steps
 
 
 class ServedModel:
     """A model with its public name (`name`, which clients send) and the server's limits.
 
     `template` is as for `TextModel.encode_chat`, `system` the message of chats that have none; `max_new_tokens` is for
-    requests that set none (default: the model's own, else 2048); `kept` caches of earlier answers stay; `tool_parser`
-    and `reasoning_parser` are as for `AnswerFormat`. Raises InputRefused for an invalid or endless template (a warning
-    for a tokenizer's own, without which texts are continued), UsageProblem for an unknown one.
+    requests that set none (default: the model's own, else 2048); `pool` has the caches of earlier answers;
+    `tool_parser` and `reasoning_parser` are as for `AnswerFormat`. Raises InputRefused for an invalid or endless
+    template (a warning for a tokenizer's own, without which texts are continued), UsageProblem for an unknown one.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class ServedModel:
         template: str = TOKENIZER,
         system: str = "",
         max_new_tokens: int | None = None,
-        kept: int = 4,
+        pool: ConversationPool | None = None,
         tool_parser: str = "",
         reasoning_parser: bool = True,
     ) -> None:
@@ -90,9 +88,11 @@ class ServedModel:
         self.format = AnswerFormat(model, template, tool_parser, reasoning_parser)
         self._template, self._system = template, system
         self._max_new_tokens = max_new_tokens or model.defaults.max_new_tokens or ANSWER_TOKENS
-        self._conversations, self._others = ConversationPool(kept), model.shared_batch()
+        self._conversations, self._others = pool or ConversationPool(4), model.shared_batch()
         self._prompt_step = PROMPT_STEP
         self._stops = find_template(template).stops
+        self.shown = TokenDecoder(model.tokenizer, frozenset(model.decode.special_texts))
+        self._bytes: Sequence[bytes] | None = None
         if self.chats:
             try:
                 require_valid(self.model.tokenizer, self._template)
@@ -127,63 +127,113 @@ class ServedModel:
     def choices(self, request: CompletionRequest) -> list[CompletionChoice]:
         """The answers to generate: for every prompt, as many as the request asks for.
 
-        Raises ApiError for an unknown model name or a context that is too short, InputRefused if the chat template
-        fails on the messages, or a prompt has no tokens.
+        Raises ApiError for a context that is too short or tokens that the model does not have, InputRefused if the chat
+        template fails on the messages, or a prompt has no tokens.
         """
-        if request.model not in (None, self.name):
-            raise ApiError(
-                f"the model `{str(request.model)[:80]}` does not exist; this server has `{self.name}`",
-                status=404,
-                parameter="model",
-                code="model_not_found",
-            )
         try:
-            prompts = [self._chat(request)] if request.is_chat else [self._encode(prompt) for prompt in request.prompts]
+            prompts = (
+                [self.prompt_of(request)] if request.is_chat else [self._encode(prompt) for prompt in request.prompts]
+            )
         except TooManyTokens as error:
             raise _too_long(error.message, "messages" if request.is_chat else "prompt") from None
         plans = [self.format.plan(request, prompt.ids) for prompt in prompts]
-        for plan in plans:
-            if plan.structure:
-                made(
-                    partial(
-                        self.model.require_structure, self.model.defaults.but(num_beams=1, structure=plan.structure)
-                    ),
-                    plan.structure.name,
-                )
+        self._require(request, plans)
+        decode = None if request.sampling.skip_special_tokens else self.shown
         return [
             CompletionChoice(
                 tuple(prompt.ids),
                 self._settings(request, len(prompt.ids), number, plan),
-                self.model.decode(prompt.ids) if request.echo else "",
+                (decode or self.model.decode)(prompt.ids) if request.echo else "",
                 prompt.embeddings,
                 plan,
                 request.tools.several,
+                decode or plan.decode,
+                request.sampling.max_tokens != 0,
+                request.echo and request.logprobs is not None,
+                not request.is_chat,
             )
             for prompt, plan in zip(prompts, plans, strict=True)
             for number in range(request.sampling.choices)
         ]
 
+    def _require(self, request: CompletionRequest, plans: Sequence[AnswerPlan]) -> None:
+        """Raises ApiError for what the model, or the form of an answer, excludes."""
+        wanted, rules = request.sampling, _rules(request)
+        tokens = {"logit_bias": rules.logit_bias if rules else (), "stop_token_ids": wanted.stop_token_ids}
+        for name, ids in tokens.items():
+            if any(token >= len(self.model.tokenizer) for token in ids):
+                most = len(self.model.tokenizer)
+                raise ApiError(f"`{name}` has a token id outside the model's vocabulary of {most}", parameter=name)
+        for structure in {plan.structure for plan in plans}:
+            for name, given in (("ignore_eos", wanted.ignore_eos), ("min_tokens", wanted.rules.min_tokens)):
+                if structure and given:
+                    problem = f"`{name}`: an answer that has a form ends when the form does"
+                    raise ApiError(problem, parameter=name)
+            settings = self.model.defaults.but(num_beams=1, structure=structure, rules=rules)
+            made(partial(self.model.require_structure, settings), structure.name if structure else "logprobs")
+
+    def bytes_of(self, token: int) -> bytes:
+        """The text of a token in UTF-8, of which it may have a part of a character."""
+        if self._bytes is None:
+            try:
+                self._bytes = self.model.grammars.vocabulary.texts
+            except UnsupportedInput:  # tokens have no text of their own: the nearest is that of one alone
+                self._bytes = ()
+        if token < len(self._bytes):
+            return self._bytes[token]
+        return self.shown([token]).encode("utf-8", "replace") if not self._bytes else b""
+
     def steps(self, choices: Sequence[CompletionChoice]) -> Iterator[ChoiceDelta]:
         """Generates the answers in sequence, so that a request uses one cache at a time."""
+        scored: dict[tuple[int, ...], tuple[TokenLogprob, ...]] = {}
         for index, choice in enumerate(choices):
+            if choice.scores_prompt and choice.ids not in scored:
+                scored[choice.ids] = yield from self._scored(index, choice)
+            if choice.echo or choice.scores_prompt:
+                yield ChoiceDelta(index, choice.echo, 0, "", logprobs=scored.get(choice.ids, ()))
+            if not choice.generates:
+                yield ChoiceDelta(index, "", 0, "length")
+                continue
             # tokens do not tell images apart, so prompts with images keep no cache
             conversation = Conversation() if choice.embeddings else self._conversations.continued(choice.ids)
             past = conversation.past([choice.ids], self.model.runner)
-            cached = past.tokens if past else 0
+            cached = 0 if choice.scores_prompt else past.tokens if past else 0
             placed = [choice.embeddings()] if choice.embeddings else []
-            decode, parser = choice.plan.decode, choice.plan.parser
-            given: dict[str, Any] = {"embeddings": placed, "others": self._others, "decode": decode}
+            parser = choice.plan.parser
+            given: dict[str, Any] = {"embeddings": placed, "others": self._others, "decode": choice.decode}
             pieces = self.model.stream([choice.ids], choice.settings, conversation, self._prompt_step, **given)
             paced = self._paced(pieces, self._prompt_step)
             try:
-                if choice.echo:
-                    yield ChoiceDelta(index, choice.echo, 0, "")
-                for delta in apart(index, paced, parser(), choice.calls) if parser else plainly(index, paced):
+                plain = plainly(index, paced, choice.every_logprob)
+                for delta in apart(plain, parser(), choice.calls) if parser else plain:
+                    if choice.echo and delta.logprobs:
+                        moved = (replace(one, start=one.start + len(choice.echo)) for one in delta.logprobs)
+                        delta = replace(delta, logprobs=tuple(moved))
                     yield replace(delta, cached=cached) if cached else delta
                     cached = 0
             finally:
                 pieces.close()  # keeps its cache
                 self._conversations.keep(conversation)
+
+    def _scored(self, index: int, choice: CompletionChoice) -> Generator[ChoiceDelta, None, tuple[TokenLogprob, ...]]:
+        """The log-probabilities of a prompt, whose cache is kept for its answer; each step yields an empty piece."""
+        rules = choice.settings.rules
+        steps = prompt_logprobs(self.model, choice.ids, (rules and rules.top_logprobs) or 0, self._prompt_step)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                found, cache = end.value
+                break
+            yield ChoiceDelta(index, "", 0, "")
+        conversation = Conversation()
+        conversation.keep(choice.ids, cache)
+        self._conversations.keep(conversation)
+        stream, length, placed = TextStream(choice.decode or self.model.decode), 0, []
+        for one in found:
+            placed.append(replace(one, start=min(length, len(choice.echo))))
+            length += len(stream.push(one.token))
+        return tuple(placed)
 
     def _paced(self, pieces: Iterator[TextPiece], tokens: int) -> Iterator[TextPiece]:
         """The pieces of an answer; the time of steps of its prompt decides about the steps of later prompts."""
@@ -199,7 +249,8 @@ class ServedModel:
                 self._prompt_step = max((count for count in PROMPT_STEPS if count <= most), default=PROMPT_STEPS[0])
             yield piece
 
-    def _chat(self, request: CompletionRequest) -> EncodedPrompt:
+    def prompt_of(self, request: CompletionRequest) -> EncodedPrompt:
+        """The tokens of a chat, with the system message of the server; raises as `choices`, and TooManyTokens."""
         is_missing = self._system and request.messages[0]["role"] != "system"
         system = [{"role": "system", "content": self._system}] if is_missing else []
         messages, most = [*system, *self.format.messages(request.messages)], self.model.longest_prompt
@@ -226,10 +277,14 @@ class ServedModel:
     def _settings(
         self, request: CompletionRequest, prompt_tokens: int, number: int, plan: AnswerPlan
     ) -> GenerationSettings:
-        wanted = request.sampling
+        wanted, ends = request.sampling, self.model.defaults.eos_token_id
         stops = (*self.model.defaults.stop_strings, *wanted.stop, *(self._stops if request.is_chat else ()))
         return self.model.defaults.but(
-            max_new_tokens=self._room(prompt_tokens, wanted.max_tokens, "messages" if request.is_chat else "prompt"),
+            # nothing is generated for 0
+            max_new_tokens=self._room(prompt_tokens, wanted.max_tokens, "messages" if request.is_chat else "prompt")
+            or 1,
+            eos_token_id=wanted.stop_token_ids | (frozenset() if wanted.ignore_eos else ends),
+            rules=_rules(request),
             do_sample=True if wanted.temperature is not None or wanted.top_p is not None else None,
             temperature=wanted.temperature,
             top_p=None if wanted.top_p is None else max(wanted.top_p, 1e-9),
@@ -248,7 +303,7 @@ class ServedModel:
         if context is None:
             return self._max_new_tokens if wanted is None else wanted
         room = context - prompt_tokens
-        if room < (wanted or 1):
+        if room < (1 if wanted is None else wanted):
             requested = f" and the request asks for {wanted} more" if wanted else ""
             raise _too_long(
                 f"the prompt has {prompt_tokens} tokens{requested}, but the model's context is {context} tokens",
@@ -257,17 +312,34 @@ class ServedModel:
         return min(room, self._max_new_tokens) if wanted is None else wanted
 
 
-def plainly(index: int, pieces: Iterator[TextPiece]) -> Iterator[ChoiceDelta]:
-    """The pieces of answer number `index`."""
+def _rules(request: CompletionRequest) -> TokenRules | None:
+    """The rules for tokens of a request; None if they change nothing."""
+    rules = request.sampling.rules
+    return None if rules == TokenRules() else rules
+
+
+def plainly(index: int, pieces: Iterator[TextPiece], every: bool = False) -> Iterator[ChoiceDelta]:
+    """The pieces of answer number `index`, with the log-probabilities of tokens whose text is out.
+
+    Those of an end token, and of a stop string that is not a part of the answer, come at the end if `every` one does.
+    """
+    waiting: deque[TokenLogprob] = deque()
+    length = 0
     for piece in pieces:
+        length += len(piece.text)
+        if piece.logprob:
+            waiting.append(piece.logprob)
+        ready = []
+        while waiting and (waiting[0].start < length or piece.finish == "length" or (every and piece.finish)):
+            ready.append(waiting.popleft())
         finish = "stop" if piece.finish == "eos" else piece.finish  # the other reasons have OpenAI's names
-        yield ChoiceDelta(index, piece.text, int(piece.token is not None), finish)
+        yield ChoiceDelta(index, piece.text, int(piece.token is not None), finish, logprobs=tuple(ready))
 
 
-def apart(index: int, pieces: Iterator[TextPiece], parser: AnswerParser, several: bool) -> Iterator[ChoiceDelta]:
-    """The parts of answer number `index`, which ends after its first call if it may not have `several`."""
+def apart(plain: Iterator[ChoiceDelta], parser: AnswerParser, several: bool) -> Iterator[ChoiceDelta]:
+    """The parts of an answer, which ends after its first call if it may not have `several`."""
     has_called = False
-    for delta in plainly(index, pieces):
+    for delta in plain:
         parts = [*parser.push(delta.text), *(parser.close() if delta.finish else ())]
         first = next((at for at, part in enumerate(parts) if part.kind == CALL), None)
         has_called = has_called or first is not None
@@ -287,12 +359,13 @@ class ConversationPool:
     """Caches of the latest prompts with their answers, for later prompts that begin with the same tokens.
 
     Any number of answers may continue one. At most `most` are kept (0 for none), and the latest of them that together
-    have at most `nbytes` (None for a tenth of the free memory). Not thread-safe.
+    have at most `nbytes` (None for a tenth of the free memory, which the pools of several `models` share). Not
+    thread-safe.
     """
 
-    def __init__(self, most: int, nbytes: int | None = None) -> None:
+    def __init__(self, most: int, nbytes: int | None = None, *, models: int = 1) -> None:
         self._most = most
-        self._nbytes = int(KEPT * (available_memory() or 0)) if nbytes is None else nbytes
+        self._nbytes = int(KEPT * (available_memory() or 0)) // models if nbytes is None else nbytes
         self._kept: list[Conversation] = []
         self._sizes: dict[Conversation, int] = {}
 
@@ -325,232 +398,3 @@ class ConversationPool:
 def _nbytes(cache: Cache) -> int:
     """Size of a cache; 0 for one in another process."""
     return 0 if isinstance(cache, RemoteCache) else sum(array.nbytes for array in cache.arrays().values())
-
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-log = logging.getLogger("llmconv.serve")
-MAX_RETRY_AFTER = 60  # maximum of `Retry-After`, in seconds
-LAST_STEP_SECONDS = 10  # time for the last step when the server stops
-
-
-class ShuttingDown(ApiError):
-    """The server is shutting down."""
-
-    def __init__(self) -> None:
-        super().__init__("the server is shutting down", status=503, code="shutting_down")
-
-
-class Job(Generic[Item]):
-    """A request in progress: its steps, a turn each, run in the worker thread; items arrive in the event loop."""
-
-    def __init__(self, steps: Iterator[Item]) -> None:
-        self.steps = steps
-        self.canceled = False
-        self.started = 0.0
-        self._loop = asyncio.get_running_loop()
-        self._arrived: asyncio.Queue[Item | BaseException | None] = asyncio.Queue()
-
-    def cancel(self) -> None:
-        """Ends the job at its next turn; callable from any thread."""
-        self.canceled = True
-
-    def deliver(self, item: Item | BaseException | None) -> None:
-        """Sends an item, the error that ended the job, or None for its end; called in the worker thread."""
-        with suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._arrived.put_nowait, item)
-
-    async def items(self, every: float | None = None) -> AsyncIterator[Item | None]:
-        """The items as they arrive, None when nothing came for `every` seconds; raises what the steps raised."""
-        while True:
-            try:
-                async with asyncio.timeout(every):
-                    item = await self._arrived.get()
-            except TimeoutError:
-                yield None
-                continue
-            if item is None:
-                return
-            if isinstance(item, BaseException):
-                raise item
-            yield item
-
-
-class Scheduler:
-    """Runs a limited number of jobs in turn, and lets a limited number wait; calls that prepare them wait, too.
-
-    Each of the `active` jobs has its own cache; at most `waiting` jobs and calls are in the queue, further ones are
-    refused.
-    """
-
-    def __init__(self, active: int, waiting: int) -> None:
-        self._most_active, self._most_waiting = active, waiting
-        self._active: deque[Job[Any]] = deque()
-        self._waiting: deque[Job[Any]] = deque()
-        self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._is_preparing = False  # a call runs
-        self._change = threading.Condition()
-        self._deadline: float | None = None
-        self._ended = False
-        self._mean_seconds = 1.0
-        self._threads = [
-            threading.Thread(target=work, name=name, daemon=True)
-            for work, name in ((self._work, "llmconv-model"), (self._prepare, "llmconv-prompts"))
-        ]
-
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, steps: Iterator[Item]) -> Job[Item]:
-        """Adds a job, in the event loop; raises ApiError 429 if the queue is full, 503 while the server stops."""
-        job = Job(steps)
-        with self._change:
-            self._require_room()
-            self._waiting.append(job)
-            self._admit()
-            self._change.notify_all()
-        return job
-
-    async def call(self, function: Callable[[], Result]) -> Result:
-        """Calls `function` in the thread of prompts, one call at a time, since the tokenizer is not thread-safe.
-
-        A call that is canceled while it waits is not made. Raises what the function raises, and as `submit`.
-        """
-        future: Future[Result] = Future()
-        with self._change:
-            self._require_room()
-            self._calls.append((future, function))
-            self._change.notify_all()
-        return await asyncio.wrap_future(future)
-
-    def load(self) -> dict[str, int]:
-        """The number of active and of waiting requests."""
-        with self._change:
-            return {"active": len(self._active), "waiting": self._count_waiting()}
-
-    def drain(self, grace: float) -> None:
-        """Refuses jobs, ends active ones after `grace` seconds; called in a signal handler, so it takes no lock."""
-        self._deadline = time.monotonic() + grace
-        threading.Thread(target=self._wake, daemon=True).start()
-
-    @property
-    def is_running(self) -> bool:
-        return any(thread.is_alive() for thread in self._threads)
-
-    def stop(self) -> None:
-        """Ends all jobs now and waits for the current step."""
-        self.drain(0)
-        with self._change:
-            self._ended = True
-            self._change.notify_all()
-        end = time.monotonic() + LAST_STEP_SECONDS
-        for thread in self._threads:
-            thread.join(timeout=max(end - time.monotonic(), 0))
-
-    def _wake(self) -> None:
-        with self._change:
-            self._change.notify_all()
-
-    def _prepare(self) -> None:
-        """The thread of prompts."""
-        while True:
-            with self._change:
-                while not (self._calls or self._ended):
-                    self._change.wait()
-                if self._ended:
-                    break
-                future, function = self._calls.popleft()
-                self._is_preparing = is_wanted = future.set_running_or_notify_cancel()
-            if not is_wanted:
-                continue
-            try:
-                deliver = partial(future.set_result, function())
-            except Exception as caught:
-                deliver = partial(future.set_exception, caught)
-            with self._change:  # before its client can send the next request
-                self._is_preparing = False
-            deliver()
-        for future, _ in self._calls:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(ShuttingDown())
-
-    def _work(self) -> None:
-        while True:
-            with self._change:
-                while not (self._active or self._waiting or self._ended):
-                    self._change.wait()
-                if self._ended:
-                    break
-                # the job whose turn it is; with the lock held. After the deadline all jobs are ended
-                if self._deadline is not None:
-                    self._refuse(self._waiting)
-                    if time.monotonic() >= self._deadline:
-                        self._refuse(self._active)
-                self._admit()
-                job = self._active[0] if self._active else None
-            if job:
-                self._turn(job)
-        for job in (*self._active, *self._waiting):
-            job.deliver(ShuttingDown())
-
-    def _admit(self) -> None:
-        """Moves waiting jobs to free places; with the lock held."""
-        while self._waiting and len(self._active) < self._most_active:
-            job = self._waiting.popleft()
-            job.started = time.monotonic()
-            self._active.append(job)
-
-    def _refuse(self, jobs: deque[Job[Any]]) -> None:
-        for job in jobs:
-            _close(job)
-            job.deliver(ShuttingDown())
-        jobs.clear()
-
-    def _turn(self, job: Job[Any]) -> None:
-        """Runs one step of a job, which then goes to the end of the queue."""
-        going = False
-        last: Exception | None = None
-        try:
-            if not job.canceled:
-                job.deliver(next(job.steps))
-                going = True
-        except StopIteration:
-            pass
-        except Exception as error:
-            if not isinstance(error, ApiError | LlmconvError):
-                log.exception("an answer failed")
-            last = error
-        if not going:
-            _close(job)
-        with self._change:
-            self._active.remove(job)
-            if going:
-                self._active.append(job)
-            else:
-                self._mean_seconds += (time.monotonic() - job.started - self._mean_seconds) / 4
-        if not going:  # after its place is free: its client can send the next request at once
-            job.deliver(last)
-
-    def _require_room(self) -> None:
-        """Refuses a further request if the queue is full, or the server is shutting down; with the lock held."""
-        if self._deadline is not None:
-            raise ShuttingDown
-        if len(self._active) + self._count_waiting() >= self._most_active + self._most_waiting:
-            seconds = self._mean_seconds * (self._count_waiting() + 1) / self._most_active
-            problem = f"the server is busy ({self._most_active} active, queue of {self._most_waiting} is full)"
-            headers = {"Retry-After": str(min(max(round(seconds), 1), MAX_RETRY_AFTER))}
-            raise ApiError(f"{problem}: try again later", status=429, code="queue_full", headers=headers)
-
-    def _count_waiting(self) -> int:
-        """Number of jobs and calls that wait or are prepared, without those whose clients left; with the lock held."""
-        self._waiting = deque(job for job in self._waiting if not job.canceled)
-        self._calls = deque(call for call in self._calls if not call[0].done())
-        return len(self._waiting) + len(self._calls) + self._is_preparing
-
-
-def _close(job: Job[Any]) -> None:
-    try:
-        getattr(job.steps, "close", lambda: None)()
-    except Exception:  # an error must not end the thread
-        log.exception("an answer could not be closed")

@@ -15,9 +15,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,14 +29,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmconv.argument_checks import checked
-from llmconv.errors import OutputFailed
+from llmconv.errors import OutputFailed, UsageProblem, printable
 from llmconv.files.sources import remove_downloads
 from llmconv.generation import TextModel
 from llmconv.generation.prompts import TOKENIZER
-from llmconv.progress import warn
+from llmconv.progress import say, warn
 from llmconv.serve.app import AccessRules, make_app
 from llmconv.serve.fields import ApiError
-from llmconv.serve.served_model import Scheduler, ServedModel
+from llmconv.serve.metrics import Metrics
+from llmconv.serve.scheduler import Scheduler
+from llmconv.serve.served_model import ConversationPool, ServedModel
 
 SLACK = 5  # seconds after the grace period in which connections may still close by themselves
 
@@ -56,6 +58,8 @@ class ServerSettings:
         system: system message of chats that have none.
         tool_parser: the dialect of calls of tools; default: the one that the chat template tells.
         reasoning_parser: whether reasoning goes into `reasoning_content`.
+        adapters: further names, each with its LoRA adapter, for graphs of `export --lora-inputs`.
+        log_prompts: whether the log has the texts of requests.
         grace: seconds that running answers get when the server stops.
         allow_hosts, allow_origins, api_key: see `AccessRules`.
     """
@@ -70,6 +74,8 @@ class ServerSettings:
     system: str = ""
     tool_parser: str = ""
     reasoning_parser: bool = True
+    adapters: Mapping[str, str | Path] = field(default_factory=dict)
+    log_prompts: bool = False
     grace: float = 3.0
     allow_hosts: Sequence[str] = ()
     allow_origins: Sequence[str] = ()
@@ -99,20 +105,22 @@ def serve(
     with listen(settings.host, settings.port) as listener:
         model = TextModel.open(open_model) if isinstance(open_model, str | Path) else open_model
         model = model if isinstance(model, TextModel) else model()
-        served = ServedModel(
-            model,
-            settings.name or model.folder.resolve().name,
-            template=settings.template,
-            system=settings.system,
-            max_new_tokens=settings.max_new_tokens,
-            kept=settings.parallel,
-            tool_parser=settings.tool_parser,
-            reasoning_parser=settings.reasoning_parser,
-        )
+        given: dict[str, Any] = {
+            "template": settings.template,
+            "system": settings.system,
+            "max_new_tokens": settings.max_new_tokens,
+            "tool_parser": settings.tool_parser,
+            "reasoning_parser": settings.reasoning_parser,
+        }
+        names = [settings.name or model.folder.resolve().name, *settings.adapters]
+        pools = [ConversationPool(settings.parallel, models=len(names)) for _ in names]
+        served = ServedModel(model, names[0], pool=pools[0], **given)
+        adapters = with_adapters(served, settings.adapters, pools[1:], given)
         if not served.chats:
             warn("the tokenizer has no chat template: chat requests are refused unless `--template` gives one")
         scheduler = Scheduler(settings.parallel, settings.queue)
-        server = _Server(make_app(served, scheduler, access), scheduler, settings.grace)
+        metrics = Metrics(lambda line: say(printable(line)), settings.log_prompts)
+        server = _Server(make_app(served, scheduler, access, adapters, metrics), scheduler, settings.grace)
         host, port = listener.getsockname()[:2]
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         server.ready = lambda: on_ready(address, served.name) if on_ready else None
@@ -122,6 +130,25 @@ def serve(
         sys.stdout.flush()
         remove_downloads()
         os._exit(0)
+
+
+def with_adapters(
+    served: ServedModel,
+    adapters: Mapping[str, str | Path],
+    pools: Sequence[ConversationPool],
+    options: Mapping[str, Any],
+) -> list[ServedModel]:
+    """The model with each adapter, by names of their own; they share its graphs and weights.
+
+    Each has a pool of caches of its own; `options` are those of `ServedModel`. Raises UsageProblem for a name that the
+    model has; and as `TextModel.with_adapter`.
+    """
+    found = []
+    for (name, path), pool in zip(adapters.items(), pools, strict=True):
+        if name == served.name or not name:
+            raise UsageProblem(f"the adapter of `{path}` has the name of the model", hint="`--adapter NAME=PATH`")
+        found.append(ServedModel(served.model.with_adapter(path), name, pool=pool, **options))
+    return found
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -11,7 +11,8 @@ from starlette.testclient import TestClient
 
 from llmconv.generation import TextModel
 from llmconv.serve.app import AccessRules, make_app
-from llmconv.serve.served_model import Scheduler, ServedModel
+from llmconv.serve.scheduler import Scheduler
+from llmconv.serve.served_model import ServedModel
 
 
 @pytest.fixture

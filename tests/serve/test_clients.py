@@ -103,6 +103,62 @@ def test_a_round_with_a_tool(client: openai.OpenAI, model: str) -> None:
     assert json.loads(call.function.arguments)
 
 
+def test_log_probabilities_have_the_bytes_of_tokens(client: openai.OpenAI, model: str) -> None:
+    fields = asked(model=model, logprobs=True, top_logprobs=2, extra_body={"guided_choice": ["€uro"]})
+    choice = client.chat.completions.create(**fields).choices[0]
+    assert choice.logprobs and choice.logprobs.content
+    assert bytes(byte for one in choice.logprobs.content for byte in one.bytes or []).decode() == "€uro"
+    assert all(len(one.top_logprobs) == 2 and one.logprob <= 0 for one in choice.logprobs.content)
+    found = [chunk.choices[0].logprobs for chunk in client.chat.completions.create(**fields, stream=True)]
+    streamed = [one.token for each in found for one in (each and each.content) or []]
+    assert streamed == [one.token for one in choice.logprobs.content]
+    for_completion = {"guided_choice": ["€uro"]}
+    whole = client.completions.create(model=model, prompt="a", logprobs=0, max_tokens=9, extra_body=for_completion)
+    parts = whole.choices[0].logprobs
+    assert parts and parts.tokens and parts.tokens[0] == "bytes:\\xe2"
+    assert parts.text_offset and parts.text_offset[:4] == [0, 0, 0, 1]
+
+
+def test_several_answers_and_the_usage_of_a_stream(client: openai.OpenAI, model: str) -> None:
+    fields: dict[str, Any] = {"n": 3, "temperature": 1.5, "seed": 9, "max_tokens": 5}
+    whole = client.chat.completions.create(**{**asked(model=model), **fields})
+    texts = [choice.message.content for choice in whole.choices]
+    assert len(set(texts)) == 3
+    options: Any = {"include_usage": True}
+    streamed = {0: "", 1: "", 2: ""}
+    for chunk in client.chat.completions.create(
+        **{**asked(model=model), **fields}, stream=True, stream_options=options
+    ):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert list(streamed.values()) == texts
+    assert chunk.usage and whole.usage and chunk.usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_the_responses_api(client: openai.OpenAI, model: str) -> None:
+    fields: dict[str, Any] = {"model": model, "input": "Hello", "max_output_tokens": 500, "temperature": 1}
+    parsed = client.responses.parse(**fields, text_format=City)
+    assert isinstance(parsed.output_parsed, City)
+    schema = {**City.model_json_schema(), "additionalProperties": False}
+    tools: Any = [{"type": "function", "name": "look", "parameters": schema, "strict": True}]
+    with client.responses.stream(**fields, tools=tools, tool_choice="required", parallel_tool_calls=False) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    (call,) = final.output
+    assert call.type == "function_call" and City.model_validate_json(call.arguments)
+    assert kinds.index("response.output_item.added") < kinds.index("response.function_call_arguments.done")
+    answer: Any = [
+        {"role": "user", "content": "Hello"},
+        {"type": "function_call", "call_id": call.call_id, "name": call.name, "arguments": call.arguments},
+        {"type": "function_call_output", "call_id": call.call_id, "output": "ok"},
+    ]
+    second = client.responses.create(**{**fields, "input": answer, "max_output_tokens": 3}, tools=tools)
+    assert second.usage and final.usage and second.usage.input_tokens > final.usage.input_tokens
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(**fields, previous_response_id="resp_1")
+    assert refused.value.param == "previous_response_id"
+
+
 def test_the_async_client(address: str, model: str) -> None:
     async def run() -> list[str]:
         async with openai.AsyncOpenAI(base_url=address, api_key="none", max_retries=0) as client:

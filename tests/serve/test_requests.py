@@ -17,6 +17,7 @@ from llmconv.generation import TextModel
 from llmconv.serve.app import MAX_BODY_BYTES
 from llmconv.serve.fields import ApiError
 from llmconv.serve.openai_schema import chat_request, completion_request
+from llmconv.serve.responses import response_request
 from tests.builders.chatting import CONTEXT
 from tests.serve.conftest import Clients
 
@@ -125,20 +126,26 @@ def test_a_message_without_a_text_is_refused(
         ("max_tokens", 1.5),
         ("max_completion_tokens", -1),
         ("max_tokens", 10**30),
-        ("n", 5),
+        ("n", 17),
         ("n", 0),
         ("seed", 2**70),
         ("seed", "x"),
-        ("stop", ["a", "b", "c", "d", "e"]),
+        ("stop", ["a"] * 17),
         ("stop", [""]),
         ("stop", 5),
         ("stream", "yes"),
         ("stream_options", [1]),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -0.5),
-        ("logit_bias", {"5": 1}),
-        ("logprobs", True),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -2.5),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {"5": "1"}),
+        ("logit_bias", {"96": 1}),
+        ("logprobs", 3),
         ("top_logprobs", 3),
+        ("stop_token_ids", [96]),
+        ("stop_token_ids", ["a"]),
+        ("min_tokens", 3_000_000),
+        ("continue_final_message", True),
         ("tool_choice", "required"),
         ("response_format", {"type": "xml"}),
         ("model", 7),
@@ -157,19 +164,22 @@ def test_a_misspelled_field_is_refused_as_by_openai(client: TestClient) -> None:
 @pytest.mark.slow
 def test_fields_without_effect_are_ignored(client: TestClient) -> None:
     neutral = {"presence_penalty": 0, "frequency_penalty": 0.0, "logprobs": False, "logit_bias": {}, "tools": []}
+    neutral |= {"use_beam_search": False, "length_penalty": 1, "functions": [], "function_call": "auto", "audio": {}}
     others = {"user": "me", "metadata": {}, "store": False, "stop": None, "response_format": {"type": "text"}}
     body = {"messages": [USER], "max_tokens": 2.0, **neutral, **others}
     assert client.post(CHAT, json=body).status_code == 200
 
 
 @pytest.mark.parametrize(
-    "prompt", [None, [], [[]], 7, [1, "a"], [[1, "a"]], [True], ["a"] * 17, [-1], [[96]], "\udfff"]
+    "prompt", [None, [], [[]], 7, [1, "a"], [[1, "a"]], [True], ["a"] * 129, [-1], [[96]], "\udfff"]
 )
 def test_a_prompt_of_another_form_is_refused(client: TestClient, prompt: Any) -> None:
     assert refusal(client, COMPLETIONS, {"prompt": prompt})["param"].startswith("prompt")
 
 
-@pytest.mark.parametrize(("field", "value"), [("logprobs", 0), ("best_of", 2), ("suffix", "end"), ("max_tokens", 0)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("logprobs", 21), ("logprobs", True), ("best_of", 17), ("suffix", "end"), ("max_tokens", -1)]
+)
 def test_unsupported_fields_of_completions_are_refused_by_name(client: TestClient, field: str, value: Any) -> None:
     assert refusal(client, COMPLETIONS, {"prompt": "a", field: value})["param"] == field
 
@@ -229,7 +239,10 @@ JSON = st.recursive(
     max_leaves=8,
 )
 NAMES = st.sampled_from(
-    ["messages", "prompt", "max_tokens", "temperature", "n", "stop", "seed", "stream", "stream_options", "tools"]
+    [
+        *("messages", "prompt", "max_tokens", "temperature", "n", "stop", "seed", "stream", "stream_options", "tools"),
+        *("input", "text", "reasoning", "include", "logprobs", "logit_bias", "stop_token_ids", "best_of", "echo"),
+    ]
 )
 
 
@@ -237,7 +250,7 @@ NAMES = st.sampled_from(
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(NAMES, JSON))
 def test_no_json_makes_the_parser_fail_with_another_error(content: dict[str, Any]) -> None:
-    for parse in (chat_request, completion_request):
+    for parse in (chat_request, completion_request, response_request):
         try:
             parse(content)
         except ApiError as error:
@@ -261,4 +274,4 @@ def test_half_a_surrogate_pair_anywhere_is_an_error_of_the_request(client: TestC
 
 def test_a_bound_is_written_as_a_number(client: TestClient) -> None:
     error = refusal(client, COMPLETIONS, {"prompt": "a", "max_tokens": 2_000_000})
-    assert "from 1 to 1,000,000" in error["message"]
+    assert "from 0 to 1,000,000" in error["message"]

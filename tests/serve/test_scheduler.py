@@ -14,7 +14,7 @@ import pytest
 
 from llmconv.errors import InputRefused
 from llmconv.serve.fields import ApiError
-from llmconv.serve.served_model import Job, Scheduler
+from llmconv.serve.scheduler import Job, Scheduler
 
 
 @asynccontextmanager

@@ -106,8 +106,8 @@ def test_openais_client_raises_the_right_errors(api: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         api.chat.completions.create(model="tiny-chat", messages=[{"role": "user", "content": "a" * (CONTEXT + 88)}])
     assert caught.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="log probabilities"):
-        api.chat.completions.create(model="tiny-chat", messages=HELLO, logprobs=True)
+    with pytest.raises(openai.BadRequestError, match="`logit_bias` must be"):
+        api.chat.completions.create(model="tiny-chat", messages=HELLO, logit_bias={"a": 1})
 
 
 def test_parallel_requests_get_the_same_answers_as_alone(served: Served, api: openai.OpenAI) -> None:

@@ -14,7 +14,8 @@ from starlette.testclient import TestClient
 
 from llmconv.generation import TextModel
 from llmconv.serve.app import make_app
-from llmconv.serve.served_model import Scheduler, ServedModel
+from llmconv.serve.scheduler import Scheduler
+from llmconv.serve.served_model import ServedModel
 from tests.builders.worded_models import (
     DEEPSEEK_TEMPLATE,
     HERMES_TEMPLATE,
