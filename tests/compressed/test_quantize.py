@@ -83,10 +83,11 @@ KINDS: list[tuple[str, dict[str, tuple[int, ...]], list[str], list[str]]] = [
         {
             "model.language_model.layers.0.mlp.up_proj.weight": (64, 64),
             "model.vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight": (64, 64),
+            "model.vision_tower.vision_model.patch_embedding.linear.weight": (64, 64),
             "model.multi_modal_projector.linear.weight": (64, 64),
         },
         ["mlp.up_proj"],
-        ["mlp.fc1", "multi_modal_projector.linear", "lm_head"],
+        ["mlp.fc1", "patch_embedding.linear", "multi_modal_projector.linear", "lm_head"],
     ),
 ]
 

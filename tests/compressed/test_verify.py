@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.compressed import quantize
@@ -134,6 +135,18 @@ def too_much(settings: dict[str, Any]) -> None:
     settings["ignore"] = ["lm_head", UP]
 
 
+def pattern(settings: dict[str, Any]) -> None:
+    settings["ignore"] = ["lm_head", "re:.*q_proj"]
+
+
+def twice(settings: dict[str, Any]) -> None:
+    settings["ignore"] = ["lm_head", "lm_head"]
+
+
+def other_number(settings: dict[str, Any]) -> None:
+    settings["config_groups"]["group_0"]["weights"]["dynamic"] = 0  # equal to False in Python
+
+
 def cached(settings: dict[str, Any]) -> None:
     settings["kv_cache_scheme"] = {"num_bits": 8}
 
@@ -147,6 +160,9 @@ def nested(settings: dict[str, Any]) -> None:
     [
         (lacking, "`ignore` lacks `lm_head`"),
         (too_much, f"`ignore` has `{UP}`, which is quantized"),
+        (pattern, "`ignore` has `re:.*q_proj`, which is no module that is kept"),
+        (twice, "`ignore` has a module twice"),
+        (other_number, "is not that of `fp8-dynamic`"),
         (cached, "is not that of `fp8-dynamic`"),
         (nested, "is not that of `fp8-dynamic`"),
     ],
@@ -159,6 +175,35 @@ def test_an_untrue_configuration_is_found(
     change(config["quantization_config"])
     (folder / "config.json").write_text(json.dumps(config))
     assert words in problem(folder, llama, "configuration")
+
+
+def test_a_dtype_that_no_weight_had_is_found(llama: Path, copied: Callable[[str], Path]) -> None:
+    folder = copied("fp8-dynamic")
+    config = json.loads((folder / "config.json").read_text())
+    name = "dtype" if "dtype" in config else "torch_dtype"
+    (folder / "config.json").write_text(json.dumps({**config, name: "float16"}))
+    assert f"`{name}` is float16, which is not the dtype of the model" in problem(folder, llama, "configuration")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        # columns in other groups
+        (f"{UP}.weight_g_idx", lambda shape: np.zeros(shape[1], np.int32), "is not of the model"),
+        ("model.layers.0.self_attn.k_scale", lambda shape: np.ones(1, np.float32), "is not of the model"),
+        (f"{UP}.weight_shape", lambda shape: shape.astype(np.int32), "is int32 [2], not int64 [2]"),
+    ],
+    ids=["order of columns", "scale of a cache", "dtype"],
+)
+def test_a_tensor_that_the_scheme_does_not_make_is_found(
+    name: str, value: Callable[[Array], Array], words: str, llama: Path, copied: Callable[[str], Path]
+) -> None:
+    folder = copied("w4a16")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {name: value(tensors[f"{UP}.weight_shape"])}, folder / "model.safetensors")
+    report = verify(folder, reference=llama)
+    details = [check.detail for check in report.checks if check.verdict == "fail" and check.name == "names"]
+    assert report.exit_code == 1 and f"`{name}` {words}" in details[0]
 
 
 def test_another_model_is_no_reference(llama: Path, experts: Path, made: Callable[[str], Path]) -> None:

@@ -20,6 +20,7 @@ from llmconv.cli import main
 from llmconv.convert import extract_delta, to_hf
 from llmconv.errors import MalformedInput, UnsupportedInput
 from tests.builders.lora_models import Case, causal_lm, train
+from tests.builders.talking import save_letters
 
 WEIGHTS = "model.safetensors"
 SMALL: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
@@ -168,7 +169,7 @@ def test_no_command_goes_on_with_parts_of_an_adapter_beside_the_weights(
     state, _ = peft_state(trained.base, **config)
     parts = {name: value for name, value in state.items() if f".{named}" in name}
     assert parts
-    folder = changed(trained.base, tmp_path / "unmerged", lambda own: own | parts)
+    folder = save_letters(changed(trained.base, tmp_path / "unmerged", lambda own: own | parts))
     out = str(tmp_path / "out")
     for words in (
         ["to-hf", str(folder), "-o", out],
@@ -178,6 +179,8 @@ def test_no_command_goes_on_with_parts_of_an_adapter_beside_the_weights(
         ["delta", "extract", str(trained.base), str(folder), "-o", out],
         ["delta", "extract", str(folder), str(trained.base), "-o", out],
         ["to-gguf", str(folder), "-o", f"{out}.gguf"],
+        ["quantize", str(folder), "-o", out, "--scheme", "fp8-dynamic"],
+        ["generate", str(folder), "a", "--backend", "torch"],
     ):
         result = CliRunner().invoke(main, words)
         assert result.exit_code == 3, words

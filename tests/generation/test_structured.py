@@ -226,6 +226,8 @@ def test_choices_and_grammars(compiler: Compiler) -> None:
         ({"enum": [{"\x1f": 1}]}, "the control character"),
         ({"maximum": 0.1234567890123, "type": "number"}, "more than 12 digits"),
         ({"properties": {"a": {"enum": [{"b": 2**53 + 1}]}}}, "at `#/properties/a`: the number 9007199254740993"),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "at `#`: numbers between 0, which is excluded"),
+        ({"type": "number", "exclusiveMaximum": 0, "exclusiveMinimum": -0.5}, "numbers between 0, which is excluded"),
         ({"x-guidance": {"lenient": True}, "not": {}}, "Unimplemented"),
         ("{", "is not valid JSON"),
         ([1], "is not a JSON Schema"),

@@ -160,6 +160,11 @@ def test_a_short_answer_and_a_stop_end_structured_text(client: TestClient) -> No
         ),
         ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": ["now"]}}}, "tool_choice"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]},
+            "tools[0].function.parameters",
+        ),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
         (

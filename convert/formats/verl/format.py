@@ -130,8 +130,6 @@ def open_save(path: Path) -> Save:
         )
     world = next(iter(worlds), 0)
     files = {int(match[2]): folder / name for name, match in found.items() if (folder / name).is_file()}
-    if twice := [name for name in found if (folder / name).is_file() and folder / name not in files.values()]:
-        raise MalformedInput(f"`{twice[0]}` is of a rank that another file is of, too", hint="remove the wrong one")
     if not files:
         inner = folder / HUGGING_FACE
         whole = any((inner / name).is_file() for name in (SINGLE, INDEX))

@@ -152,6 +152,9 @@ def test_a_run_without_the_scale_of_its_adapter_is_refused(tmp_path: Path) -> No
     saved = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]}
     (tmp_path / "actor" / "lora_adapter" / "adapter_config.json").write_text(json.dumps(saved))
     assert "merged into 2 weights" in open_training(tmp_path / "actor").warnings[0]
+    (tmp_path / "actor" / "lora_train_meta.json").write_text('{"r": 2, "lora_alpha": 60}')
+    with pytest.raises(MalformedInput, match=r"`lora_alpha` is 60 in `lora_train_meta\.json` and 6 in `lora_adapter`"):
+        open_training(tmp_path / "actor")
 
 
 @pytest.mark.parametrize("above", [0, 1, 2])
