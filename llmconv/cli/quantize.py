@@ -60,7 +60,7 @@ def command(model: str, as_json: bool, dry_run: bool, output: Path, **choices: A
         named = {"scheme": made.scheme, "quantized": list(made.weights), "ignore": list(made.ignore)}
         options.print_json({**options.as_result(made.plan, output, dry_run), **named, "warnings": list(made.warnings)})
     else:
-        counts = f"; {len(made.weights)} weights as {made.scheme}, {len(made.ignore)} modules kept"
+        counts = f"; {len(made.weights)} weights as {made.scheme}, {len(made.ignore)} module(s) kept"
         stems = {name.removesuffix("weight") for name in made.weights}
         options.print_plan(made.plan, output, dry_run, counts, lambda name: _fate(name, stems))
 

@@ -48,7 +48,7 @@ class Quantized:
     warnings: tuple[str, ...]
 
     def __repr__(self) -> str:
-        counts = f"{len(self.weights)} weights as {self.scheme}, {len(self.ignore)} modules kept"
+        counts = f"{len(self.weights)} weights as {self.scheme}, {len(self.ignore)} module(s) kept"
         return f"<Quantized {self.plan.checkpoint.kind}: {counts}, {self.plan.nbytes:,} bytes>"
 
 
