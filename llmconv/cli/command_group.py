@@ -79,7 +79,14 @@ OWN: dict[str, dict[str, str]] = {
     | {"trust_remote_code": "What is compared"},
     "generate": RUNNING,
     "chat": RUNNING,
-    "serve": {**RUNNING, "adapters": "Model", "max_new_tokens": "Server", "system": "Server", "template": "Server"},
+    "serve": {
+        "tokenizer": "Model",
+        "dtype": "Model",
+        "adapters": "Model",
+        "max_new_tokens": "Server",
+        "system": "Server",
+        "template": "Server",
+    },
 }
 # the commands, in the order of the work
 SECTIONS: dict[str, tuple[str, ...]] = {

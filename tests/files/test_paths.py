@@ -30,7 +30,10 @@ from tests.cli.commands import LEAVES, command
 STORES = ["s3", "gs", "az", "abfs", "hf", "oci", "http", "https", "memory", "file", "S3"]
 FORMS = ["{}://bucket/x", "{}:/bucket/x", " {}://bucket/x"]
 
-READ = {"file", "folder", "prefix", "adapter", "decode", "session_config", "graphs", "text", "tokenizer", "calibrate"}
+READ = {
+    *("file", "folder", "prefix", "adapter", "decode", "session_config", "graphs", "text", "tokenizer", "calibrate"),
+    "json_schema",
+}
 """Options of click's own type for paths; they are inputs."""
 
 COMMANDS = {

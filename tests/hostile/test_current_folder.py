@@ -53,6 +53,7 @@ COMMANDS = {
     "from-hf": "from-hf . -o ../out --to composer",
     "to-gguf": "to-gguf . -o ../out.gguf",
     "merge-lora": "merge-lora . adapter -o ../out",
+    "quantize": "quantize . -o ../out --scheme fp8-dynamic",
     "delta": "delta extract . . -o ../out",
     "export": "export . --overwrite",
     "to-hf workers": "to-hf . -o ../out --dtype float16 --workers 2 --max-shard-size 100KB",
