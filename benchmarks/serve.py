@@ -22,6 +22,7 @@ from benchmarks.measure import FOLDER, Target, llmconv, report, run
 
 STREAMS, NEW, ROUNDS = 16, 128, 3
 LONG, SHORT = 2000, 20  # tokens of prompts
+TOKENS = 16  # of the tokenizer
 FEW, MANY = 100, 5000  # requests after which memory is compared
 HEADERS = {"Content-Type": "application/json"}
 
@@ -29,7 +30,7 @@ HEADERS = {"Content-Type": "application/json"}
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
     """The address `host:port` of a server, and its process."""
-    command = llmconv("serve", folder, "--port", "0", "--threads", "2", "--json", "--queue", "64")
+    command = llmconv("serve", folder, "--port", "0", "--threads", "2", "--json", "--queue", "64", "--speculate", "off")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert process.stdout
     try:
@@ -59,7 +60,7 @@ def first_and_last(address: str, prompt: list[int], new: int) -> tuple[float, fl
 
 def prompt(tokens: int, seed: int) -> list[int]:
     """Random tokens, so that the text does not repeat itself and no prompt begins like another one."""
-    return random.Random(seed).choices(range(1000, 40000), k=tokens)
+    return random.Random(seed).choices(range(TOKENS), k=tokens)
 
 
 def tokens_per_second(address: str, streams: int, seed: int) -> float:
@@ -124,9 +125,7 @@ def main() -> int:
         Target("first token next to a long prompt, less 100 ms, over alone", (first[1] - 100) / first[0], 1.5),
         Target(f"memory after {MANY:,} requests over that after {FEW}", growth, 1.05),
     ]
-    head = (
-        f"A random 135 M Llama in float32, two threads, medians of {ROUNDS} rounds, clients in one process next to it."
-    )
+    head = f"A random 135 M Llama in float32, two threads, no guessed tokens (`--speculate off`), medians of {ROUNDS} rounds, clients in one process next to it."
     return report("serve", "Many requests at once", "\n".join([head, "", *lines]), targets)
 
 
