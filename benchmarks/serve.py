@@ -125,7 +125,10 @@ def main() -> int:
         Target("first token next to a long prompt, less 100 ms, over alone", (first[1] - 100) / first[0], 1.5),
         Target(f"memory after {MANY:,} requests over that after {FEW}", growth, 1.05),
     ]
-    head = f"A random 135 M Llama in float32, two threads, no guessed tokens (`--speculate off`), medians of {ROUNDS} rounds, clients in one process next to it."
+    head = (
+        f"A random 135 M Llama in float32, two threads, no guessed tokens (`--speculate off`), medians of {ROUNDS} rounds, "
+        "clients in one process next to it."
+    )
     return report("serve", "Many requests at once", "\n".join([head, "", *lines]), targets)
 
 
