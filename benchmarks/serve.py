@@ -126,8 +126,8 @@ def main() -> int:
         Target(f"memory after {MANY:,} requests over that after {FEW}", growth, 1.05),
     ]
     head = (
-        f"A random 135 M Llama in float32, two threads, no guessed tokens (`--speculate off`), medians of {ROUNDS} rounds, "
-        "clients in one process next to it."
+        f"A random 135 M Llama in float32, two threads, no guessed tokens (`--speculate off`), "
+        f"medians of {ROUNDS} rounds, clients in one process next to it."
     )
     return report("serve", "Many requests at once", "\n".join([head, "", *lines]), targets)
 
