@@ -101,16 +101,16 @@ def main() -> int:
         run(llmconv("export", small_model.model(), "-o", folder))
     with serving(folder) as (address, process):
         first_and_last(address, prompt(SHORT, 0), 8)
-        one, many, alone, beside = [], [], [], []
+        one, many, alone, concurrent = [], [], [], []
         for round_ in range(ROUNDS):
             seed = 1000 * (round_ + 1)
             one.append(tokens_per_second(address, 1, seed))
             many.append(tokens_per_second(address, STREAMS, seed + 100))
             alone.append(first_and_last(address, prompt(SHORT, seed + 200), 1)[0])
-            beside.append(first_next_to_a_long_prompt(address, seed + 300))
+            concurrent.append(first_next_to_a_long_prompt(address, seed + 300))
         growth = memory_ratio(address, process)
     speed = [statistics.median(taken) for taken in (one, many)]
-    first = [1000 * statistics.median(taken) for taken in (alone, beside)]
+    first = [1000 * statistics.median(taken) for taken in (alone, concurrent)]
     lines = [
         "| what | result |",
         "| --- | --- |",

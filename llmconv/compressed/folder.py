@@ -174,7 +174,7 @@ def _notes(selected: Selected, scheme: Scheme) -> list[str]:
     if not selected.unfit:
         return []
     unit = "×".join(map(str, scheme.unit))
-    kept = f"{len(selected.unfit)} matrices are kept, whose shapes are no multiples of {unit}"
+    kept = f"{len(selected.unfit)} matrices are kept, whose shapes are not multiples of {unit}"
     return [f"{kept}: {listing(selected.unfit)}"]
 
 

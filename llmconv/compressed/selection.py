@@ -26,14 +26,14 @@ LAYER = re.compile(r"\.(?:layers|h|blocks|block|decoder\.layers)\.\d+\.")
 EMBEDDING = re.compile(
     r"(?:^|\.)(?:embed_(?:tokens|in|positions)|\w*_embeddings?|embeddings?|wte|wpe|relative_attention_bias)$"
 )
-"""Modules that are no Linear, by their last names; a Linear of this name is missing in `ignore`."""
+"""Embedding modules, by the last part of their names; a Linear of such a name would be missing in `ignore`."""
 HEAD = "lm_head"
 
 ROUTERS = r"gate|router|wg|shared_expert_gate|shared_head|eh_proj"
 TOWERS = (
     r"visual|vision\w*|vit|image\w*|audio\w*|speech\w*|\w*_projector|connector|resampler|aligner|mtp\w*|talker|code2wav"
 )
-STATES = r"linear_attn|mamba|ssm|conv\w*|x_proj|dt_proj|indexer|altup|laurel|per_layer\w*"
+STATES = r"linear_attn|mamba|mixer\.(?:in_proj|out_proj)|ssm|conv\w*|x_proj|dt_proj|indexer|altup|laurel|per_layer\w*"
 KEPT = re.compile(rf"(?:^|\.)(?:{ROUTERS}|{TOWERS}|{STATES})(?:\.|$)")
 """Modules that recipes for vLLM leave as they are: routers, towers of images and sound, recurrent states, MTP heads."""
 

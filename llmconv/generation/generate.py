@@ -565,7 +565,7 @@ def _structure(json_schema: Any, regex: str | None) -> Structure | None:
         return Structure.of_regex(regex, "--regex")
     if isinstance(json_schema, str | Path):
         if not Path(json_schema).is_file():
-            problem = f"there is no file `{str(json_schema)[:200]}` with a JSON Schema"
+            problem = f"the JSON Schema `{str(json_schema)[:200]}` does not exist"
             raise UsageProblem(problem, hint="give a path; in Python also the schema itself, as a dict")
         json_schema = read_json(Path(json_schema))
     return Structure.of_schema(json_schema, "--json-schema")

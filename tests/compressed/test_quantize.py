@@ -79,6 +79,17 @@ KINDS: list[tuple[str, dict[str, tuple[int, ...]], list[str], list[str]]] = [
         ["linear_attn.in_proj_qkvz", "mlp.shared_expert_gate", "mtp.layers.0.mlp.up_proj", "lm_head"],
     ),
     (
+        "nemotron_h",
+        {
+            "backbone.layers.0.mixer.in_proj.weight": (64, 64),
+            "backbone.layers.0.mixer.out_proj.weight": (64, 64),
+            "backbone.layers.1.mixer.up_proj.weight": (64, 64),
+            "lm_head.weight": (96, 64),
+        },
+        ["1.mixer.up_proj"],
+        ["mixer.in_proj", "mixer.out_proj", "lm_head"],
+    ),
+    (
         "gemma3",
         {
             "model.language_model.layers.0.mlp.up_proj.weight": (64, 64),
@@ -188,7 +199,7 @@ def test_a_quantized_model_is_refused(llama: Path, tmp_path: Path) -> None:
 def test_what_does_not_divide_is_kept_and_said(llama: Path, tmp_path: Path) -> None:
     made = quantize(llama, tmp_path / "out", scheme="w4a16", quant_block=256, dry_run=True)
     assert {*made.ignore} == {f"{LAYER}.mlp.down_proj", "model.layers.1.mlp.down_proj", "lm_head"}
-    assert "2 matrices are kept, whose shapes are no multiples of 1×256" in made.warnings[0]
+    assert "2 matrices are kept, whose shapes are not multiples of 1×256" in made.warnings[0]
 
 
 def test_scales_that_float16_cannot_hold_are_refused(llama: Path, tmp_path: Path) -> None:
