@@ -49,7 +49,7 @@ FLOAT8, UINT8 = BY_NAME["float8_e4m3fn"], BY_NAME["uint8"]
 
 
 def epsilon(dtype: DType) -> np.float32:
-    """The scale of nothing but zeros: the distance from 1 to the next number of the dtype."""
+    """The scale of an all-zero row or block: the distance from 1 to the next number of the dtype."""
     return np.float32(ml_dtypes.finfo(dtype.numpy).eps)
 
 
@@ -153,7 +153,7 @@ def encode(rows: Array, scales: Array, width: int, codes: DType) -> Array:
         compiled.codes(as_bytes(words), np.ascontiguousarray(scales), as_bytes(found), *given)
         return found
     spread = scales if scales.shape[1] == 1 else np.repeat(scales, width, axis=1)[:, : rows.shape[1]]
-    with np.errstate(over="ignore"):  # beside a scale that is rounded down to almost nothing
+    with np.errstate(over="ignore"):  # where a scale is rounded down to almost nothing
         quotients = widened(rows) / spread
     if codes == UINT8:
         nibbles = float4(np.clip(quotients, -SIX, SIX, out=quotients))

@@ -20,7 +20,7 @@ from llmconv.tensors import Array, LazyTensor
 from llmconv.verify.other_exporters.quantized.expected_scales import Blocks, first_of, in_blocks, scale_problem
 
 AT_ONCE = 1 << 20  # elements that are compared at once
-SLACK = 2.0**-22  # of a quotient in float32 beside a middle
+SLACK = 2.0**-22  # of a quotient in float32 near the middle of two codes
 BLOCK = 128
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 

@@ -201,7 +201,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     if code := trusted_code(given):
         given[OPTION] = replace(code, others=(*code.others, save.home))
     stored = stored_config(save.home)
-    has_value_head = any(name.startswith("v_head.") for name in state.state)  # of TRL, beside a causal model
+    has_value_head = any(name.startswith("v_head.") for name in state.state)  # of TRL, next to a causal model
     is_other = not has_value_head and _is_other_class({**stored, **given})
     opens = _open_other_class if is_other else assembled_run
     opened = opens(state, FORMAT.name, given, tokenizer, _adapter_config(save, state.state))

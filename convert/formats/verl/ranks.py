@@ -137,7 +137,7 @@ class _RankFile:
         return content
 
     def described(self, name: str, value: Any) -> Described | None:
-        """The tensor `value` of the state dict, and what of it the rank has; None if it is no tensor."""
+        """The tensor `value` of the state dict, and what of it the rank has; None if it is not a tensor."""
         if isinstance(value, TensorRef):
             tensor = self.file.tensor(name, value)
             return Described(tensor.dtype, tensor.shape, [Piece((0,) * len(tensor.shape), tensor.shape, tensor)])
