@@ -41,10 +41,10 @@ def modules() -> set[str]:
     page = {str(path) for kind in ("html", "css", "js") for path in Path("llmconv/serve").glob(f"*.{kind}")}
     texts = {str(path) for kind in ("sample_texts/*.txt", "cli/*.toml") for path in Path("llmconv").glob(kind)}
     front = {str(path) for path in Path("llmconv").rglob("*.py")} | {"llmconv/py.typed"} | page | texts
-    stubs = [path for room in ROOMS for path in Path(room).rglob("*.pyi")]
+    stubs = [path for place in (*ROOMS, "llmconv") for path in Path(place).rglob("*.pyi")]
     compiled = [path.with_suffix(".abi3.so") for path in stubs]
     rooms = [path for room in ROOMS for kind in ("py", "json", "mjs") for path in Path(room).rglob(f"*.{kind}")]
-    return front | {f"llmconv/{path}" for path in (*rooms, *stubs, *compiled)}
+    return front | {f"llmconv/{str(path).removeprefix('llmconv/')}" for path in (*rooms, *stubs, *compiled)}
 
 
 def use(wheel: Path) -> None:

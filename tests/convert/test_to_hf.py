@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from llmconv.checkpoint import open_checkpoint
 from llmconv.cli import main
 from llmconv.convert.formats import formats
+from tests.builders.gguf_files import write_gguf
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 COMPOSER = sorted((FIXTURES / "composer").glob("*/ep0-ba2-rank0.pt"))
@@ -46,8 +47,10 @@ def test_exactly_one_format_claims_each_checkpoint(path: Path, name: str) -> Non
 
 
 @pytest.mark.slow
-def test_every_format_claims_genuine_files_and_no_two_claim_the_same_path() -> None:
-    claims = {path: [name for name, found in formats().items() if found.detect(path)] for path in FIXTURES.rglob("*")}
+def test_every_format_claims_genuine_files_and_no_two_claim_the_same_path(tmp_path: Path) -> None:
+    llmconv("to-hf", LLAMA, "-o", tmp_path / "model")
+    files = [*FIXTURES.rglob("*"), write_gguf(tmp_path / "model", tmp_path / "model.gguf")]
+    claims = {path: [name for name, found in formats().items() if found.detect(path)] for path in files}
     assert not {str(path): names for path, names in claims.items() if len(names) > 1}
     assert {name for names in claims.values() for name in names} == set(formats())
 
