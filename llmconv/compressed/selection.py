@@ -15,7 +15,7 @@ from typing import Any
 from llmconv.causal_lm import mtp_tensors
 from llmconv.checkpoint import is_conv1d, transposed
 from llmconv.compressed.rounding import SharedPeak
-from llmconv.compressed.schemes import Scheme, Weight
+from llmconv.compressed.schemes import HEAD, Scheme, Weight
 from llmconv.convert.algebra import reshaped, slice_rows, split
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import FLOATS, LazyTensor, lists_by_key
@@ -27,8 +27,6 @@ EMBEDDING = re.compile(
     r"(?:^|\.)(?:embed_(?:tokens|in|positions)|\w*_embeddings?|embeddings?|wte|wpe|relative_attention_bias)$"
 )
 """Embedding modules, by the last part of their names; a Linear of such a name would be missing in `ignore`."""
-HEAD = "lm_head"
-
 ROUTERS = r"gate|router|wg|shared_expert_gate|shared_head|eh_proj"
 TOWERS = (
     r"visual|vision\w*|vit|image\w*|audio\w*|speech\w*|\w*_projector|connector|resampler|aligner|mtp\w*|talker|code2wav"

@@ -156,3 +156,13 @@ def test_patterns_that_are_invalid_or_take_too_long_are_refused(pattern: Any) ->
     config = {"config_groups": {"a": {"targets": [pattern], "weights": {"num_bits": 4}}}}
     with pytest.raises(MalformedInput, match="config_groups"):
         WeightSchemes(config).of("a" * 40 + "b")
+
+
+@pytest.mark.parametrize("table", ["model.embed_tokens", "transformer.wte", "backbone.embeddings"])
+def test_a_group_of_embeddings_is_that_of_the_table(table: str) -> None:
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 128}
+    linear = {"targets": ["Linear"], "weights": weights}
+    tables = {"targets": ["Embedding"], "weights": {**weights, "group_size": 64}}
+    schemes = WeightSchemes({"config_groups": {"group_0": tables, "group_1": linear}})
+    assert schemes.of(table).group == 64 and schemes.of(DOWN).group == 128
+    assert WeightSchemes({"config_groups": {"group_0": linear}}).of(table).group == 128
