@@ -49,9 +49,23 @@ def calibration_of(
             "a text runs through weights of floats, and those of this model are quantized",
             hint="leave out `--calibrate` and `--kv-cache`",
         )
-    limit, trusted = context_length(checkpoint.path), given["trust_remote_code"]
-    most = LONG if given["method"] == "gptq" else TOKENS
-    texts = text.tokens(checkpoint.path, limit, trust_remote_code=trusted, most=most)
+    trusted = given["trust_remote_code"]
+    return text_run(language_model, checkpoint, graphs, text, given["method"], trust_remote_code=trusted)
+
+
+def text_run(
+    language_model: LanguageModel,
+    checkpoint: Checkpoint,
+    graphs: Mapping[str, TracedGraph],
+    text: CalibrationText,
+    method: str | None,
+    *,
+    trust_remote_code: bool = False,
+) -> TextRun:
+    """A text for the codes of a `method`, in the float32 graph with a growing cache; traced unless in `graphs`."""
+    most = LONG if method == "gptq" else TOKENS
+    limit = context_length(checkpoint.path)
+    texts = text.tokens(checkpoint.path, limit, trust_remote_code=trust_remote_code, most=most)
     fixed = all_fixed(language_model.extra_inputs, "a calibration", "--calibrate")
     plain = replace(GROWING, fixed_inputs=fixed)
     traced = next((graph for graph in graphs.values() if graph.spec == plain), None)

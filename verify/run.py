@@ -14,11 +14,13 @@ import onnx
 from onnx import numpy_helper
 
 from llmconv.argument_checks import checked
+from llmconv.checkpoint import open_checkpoint
 from llmconv.convert.adapter_file import lora_factors
 from llmconv.convert.opening_adapters import is_for_peft
 from llmconv.errors import LlmconvError, UsageProblem, listing
 from llmconv.export.rewrite.running_form import may_change
 from llmconv.files.paths import Written
+from llmconv.files.safetensors_file import FileTensor
 from llmconv.files.sources import fetches, is_remote, local_path, source_name
 from llmconv.output.manifest import (
     EMBEDDINGS,
@@ -251,7 +253,11 @@ def _checked_codes(
     if name := next((name for name, value in given.items() if value), "") or others.of_cache:
         raise UsageProblem(f"`{name}` applies to graphs, and this folder has none", hint=f"leave out `{name}`")
     adapters = [Path(choices.adapter)] if choices.adapter is not None else []
-    return CompressedFolder.open(path, reference, adapters, session).checked(choices.text, choices.limits)
+    folder = CompressedFolder.open(path, reference, adapters, session)
+    with ExitStack() as stack:
+        if choices.record and not adapters:
+            stack.enter_context(recording(Judged.of_codes(path), Path(folder.reference.path), folder.report))
+        return folder.checked(choices.text, choices.limits)
 
 
 def _checked_graphs(
@@ -282,7 +288,8 @@ def checked_folder(folder: GraphFolder, choices: Choices) -> Report:
     with ExitStack() as stack:
         if choices.record:
             only = folder.session.selection.only
-            stack.enter_context(recording(_with(_with(verified, rest), mtp), folder.reference, folder.report, only))
+            judged = Judged.of_graphs(_with(_with(verified, rest), mtp))
+            stack.enter_context(recording(judged, folder.reference, folder.report, only))
         if coded:
             checks = _coded_checks(coded, floats, choices.eager, stack)
         elif is_quantized(verified.models):
@@ -370,7 +377,7 @@ def _checked_alone(folder: GraphFolder, rest: SinglePassFolder | None, choices: 
     assert rest
     with ExitStack() as stack:
         if choices.record:
-            stack.enter_context(recording(rest.verified, rest.reference, rest.report))
+            stack.enter_context(recording(Judged.of_graphs(rest.verified), rest.reference, rest.report))
         return rest.session.run(folder.report, _alone(rest))
 
 
@@ -490,40 +497,55 @@ def _bake(model: onnx.ModelProto, factors: Mapping[str, Array]) -> None:
     refill(graph.input, ports)
 
 
+@dataclass(frozen=True)
+class Judged:
+    """The files in a folder that a verdict is about, as they are before the run."""
+
+    path: Path
+    graphs: Mapping[str, str]  # sha256 by name
+    weights: Mapping[str, WeightFile | None]
+    configs: Mapping[str, str]  # sha256 by name of the files that say what the weights mean
+
+    @classmethod
+    def of_graphs(cls, verified: VerifiedFolder) -> Judged:
+        parts = [verified.path / name for name in (EMBEDDINGS, VISION) if name in verified.models]
+        paths = [*(path for entry in verified.entries for path in entry.paths(verified.path)), *parts]
+        tensors = (tensor for model in verified.models.values() for tensor in external_tensors(model))
+        names = {external_fields(tensor).get("location", "") for tensor in tensors}
+        weights = {name: weight_file(verified.path / name) for name in names if name.endswith(MAPPED)}
+        return cls(verified.path, {path.name: graph_sha256(path) for path in paths}, weights, {})
+
+    @classmethod
+    def of_codes(cls, path: Path) -> Judged:
+        """Those of a folder of `llmconv quantize`."""
+        names = {tensor.location for tensor in open_checkpoint(path).values() if isinstance(tensor, FileTensor)}
+        configs = {"config.json": graph_sha256(path / "config.json")}
+        return cls(path, {}, {name: weight_file(path / name) for name in names}, configs)
+
+
 @contextmanager
-def recording(
-    verified: VerifiedFolder,
-    reference: Path,
-    report: Report,
-    only: Sequence[str] = (),
-) -> Iterator[None]:
+def recording(judged: Judged, reference: Path, report: Report, only: Sequence[str] = ()) -> Iterator[None]:
     """Records the verdict in `llmconv.json` when the block ends without an error.
 
-    The files are identified before the block, so that one which changes during the run is out of date afterwards. A
-    folder without a manifest stays as it is; a manifest that cannot be written is a note in the report, which is
-    complete when the block ends.
+    A file that changes during the run is out of date afterwards. A folder without a manifest stays as it is; a manifest
+    that cannot be written is a note in the report, which is complete when the block ends.
     """
-    if not (verified.path / MANIFEST).is_file():
+    if not (judged.path / MANIFEST).is_file():
         yield
         return
-    parts = [verified.path / name for name in (EMBEDDINGS, VISION) if name in verified.models]
-    paths = [*(path for entry in verified.entries for path in entry.paths(verified.path)), *parts]
-    graphs = {path.name: graph_sha256(path) for path in paths}
-    tensors = (tensor for model in verified.models.values() for tensor in external_tensors(model))
-    names = {external_fields(tensor).get("location", "") for tensor in tensors}
-    weights = {name: weight_file(verified.path / name) for name in names if name.endswith(MAPPED)}
-    recorded = {name: str(entry.get("sha256", "")) for name, entry in read_manifest(verified.path).files.items()}
+    recorded = {name: str(entry.get("sha256", "")) for name, entry in read_manifest(judged.path).files.items()}
     yield
     unchanged = [one.graph for one in report.checks if one.name == "weights" and one.detail == AS_RECORDED]
     known = {name: recorded.get(name, "") for name in unchanged}
-    files = {name: WeightFile(f.bytes, f.header_sha256, known.get(name, "")) for name, f in weights.items() if f}
+    weights = judged.weights.items()
+    files = {name: WeightFile(f.bytes, f.header_sha256, known.get(name, "")) for name, f in weights if f}
     saw_images = any(check.name == FEATURES and check.verdict != "skip" for check in report.checks)
-    judged = {name: sha256 for name, sha256 in graphs.items() if name != VISION or saw_images}
-    verdict = _verdict(report, reference, only, judged, files)
-    if (earlier := _recorded(verified.path)) and earlier.contains(verdict):
+    graphs = {name: sha256 for name, sha256 in judged.graphs.items() if name != VISION or saw_images}
+    verdict = _verdict(report, reference, only, graphs, files, judged.configs)
+    if (earlier := _recorded(judged.path)) and earlier.contains(verdict):
         report.notes.append(f"`{MANIFEST}` keeps the verdict on these files by {earlier.checks['passed']} checks")
         return
-    if problem := record_in_manifest(verified.path, VERIFIED, verdict.as_dict()):
+    if problem := record_in_manifest(judged.path, VERIFIED, verdict.as_dict()):
         report.notes.append(f"the verdict is not recorded in `{MANIFEST}`: {problem}")
 
 
@@ -536,7 +558,12 @@ def _recorded(folder: Path) -> RecordedVerdict | None:
 
 
 def _verdict(
-    report: Report, reference: Path, only: Sequence[str], graphs: Mapping[str, str], weights: Mapping[str, WeightFile]
+    report: Report,
+    reference: Path,
+    only: Sequence[str],
+    graphs: Mapping[str, str],
+    weights: Mapping[str, WeightFile],
+    configs: Mapping[str, str],
 ) -> RecordedVerdict:
     verdicts = [check.verdict for check in report.checks]
     return RecordedVerdict(
@@ -550,4 +577,5 @@ def _verdict(
         report.versions,
         graphs,
         weights,
+        configs,
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.causal_lm import architecture
-from llmconv.checkpoint import Checkpoint
+from llmconv.checkpoint import Checkpoint, refuse_misplaced
 from llmconv.convert.algebra import equal
 from llmconv.convert.models import transformers_source
 from llmconv.convert.models.completeness import DROPPED, depth_is_possible, why_not_built
@@ -94,6 +94,7 @@ def plain_tensors(checkpoint: Checkpoint, hint: str = "give the weights from bef
     if checkpoint.config.get("quantization_config"):
         problem = f"`{checkpoint.path.absolute().name}` is quantized (`quantization_config`)"
         raise UnsupportedInput(problem, hint=hint)
+    refuse_misplaced(checkpoint, checkpoint.config)
     return {name: tensor for name, tensor in checkpoint.items() if not DROPPED.search(name)}
 
 

@@ -53,7 +53,8 @@ COMMON = {
     "Shapes and cache": "shapes max_seq_len prompt_len cache",
     "Runtime and precision": "target strict_target precision logits_dtype",
     "Quantization": (
-        "scheme quant quant_block symmetric quant_exclude quant_bits method calibrate static_activations kv_cache"
+        "scheme base_format quant quant_block symmetric quant_exclude quant_bits method calibrate static_activations "
+        "kv_cache"
     ),
     "Server": (
         "host port name parallel queue tool_parser reasoning_parser api_key log_prompts allow_hosts allow_origins"

@@ -34,9 +34,19 @@ SCHEMES = ["fp8-dynamic", "fp8-block", "w8a8", "w4a16", "w4a16-asym", "nvfp4a16"
 @option("--quant-exclude PATTERN", "Weights that stay as they are; may be repeated.", multiple=True)
 @option(
     "--method",
-    "Of w4a16 and w4a16-asym; search: the scales with the least squared error; rtn: from the extreme values.  "
-    "[default: search]",
-    ["search", "rtn"],
+    "Of w4a16 and w4a16-asym; search: the scales with the least squared error; rtn: from the extreme values; gptq: as "
+    "search, and later columns make up for the errors of earlier ones on the text of --calibrate; awq: as search, with "
+    "norms and the matrices behind them scaled so that this text loses least.  [default: search]",
+    ["rtn", "search", "gptq", "awq"],
+)
+@option(
+    "--calibrate FILE|default",
+    "Text that shows which columns of weights matter, of the same schemes; `default`: llmconv's own.",
+)
+@option(
+    "--base-format",
+    "Write w4a16 in the form of AutoAWQ or GPTQ (w4a16-asym: of AutoAWQ), for engines that read no other.",
+    ["awq", "gptq"],
 )
 @options.dtype
 @options.max_shard_size
@@ -49,7 +59,8 @@ def command(model: str, as_json: bool, dry_run: bool, output: Path, **choices: A
     """Write a folder of MODEL with quantized weights, for vLLM and SGLang.
 
     MODEL is a Hugging Face folder, or a training checkpoint as for to-hf. OUT has the form of compressed-tensors.
-    Weights are rounded block of rows by block of rows: no GPU, no text, and no memory for the model are needed.
+    Weights are rounded block of rows by block of rows: no GPU and no memory for the model are needed, and a text only
+    for --method gptq and awq.
     Routers, heads, embeddings, norms, and towers of images and sound stay as they are. `verify OUT --reference MODEL`
     checks every code and scale.
     """

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import Checkpoint, is_model_folder, open_checkpoint, refuse_unmerged
-from llmconv.compressed.schemes import Scheme, scheme_of
+from llmconv.compressed.schemes import BASE_FORMATS, IntegerOptions, Scheme, scheme_of
 from llmconv.compressed.selection import Selected, select
 from llmconv.convert.models.completeness import check_folder
 from llmconv.convert.models.head_and_dtype import check_dtype, plain_tensors, settled, with_cast
-from llmconv.errors import listing
+from llmconv.errors import UnsupportedInput, UsageProblem, listing
 from llmconv.files.paths import Placed, is_address, local_only, output_place
 from llmconv.files.sources import fetches, files_under, local_path, reading_safely
 from llmconv.model_code import with_copied_code
@@ -25,6 +26,9 @@ from llmconv.output.writer import check_output, write_checkpoint
 from llmconv.progress import warn_all
 from llmconv.quantized_weights.quantized_checkpoint import FIELD
 from llmconv.tensors import LazyTensor, lists_by_key
+
+if TYPE_CHECKING:
+    from llmconv.runtime.tokenizer import CalibrationText
 
 COMMAND = "quantize"
 
@@ -64,6 +68,8 @@ def quantize(  # noqa: PLR0913 - the options of the command, by the same names
     quant_block: int | None = None,
     quant_exclude: str | Sequence[str] = (),
     method: str | None = None,
+    calibrate: str | Path | None = None,
+    base_format: str | None = None,
     dtype: str = "keep",
     max_shard_size: str | int = DEFAULT_SIZE,
     overwrite: bool = False,
@@ -83,7 +89,11 @@ def quantize(  # noqa: PLR0913 - the options of the command, by the same names
         adapters: adapters that are merged first, as by `merge_lora`.
         quant_block: columns that share a scale, of `w4a16` and `w4a16-asym`; 128 when None.
         quant_exclude: patterns of names of weights that are kept, too.
-        method: of the same schemes: `search` (when None) for the scales with the least squared error, or `rtn`.
+        method: of the same schemes: `search` (when None) for the scales with the least squared error, `rtn`, or with
+            `calibrate` also `gptq` (error feedback) and `awq` (scaled norms and columns).
+        calibrate: of the same schemes: a text file, or `default` for the text that ships with llmconv; columns of a
+            weight count as much as what they are multiplied with on this text.
+        base_format: of the same schemes: `awq` or `gptq` for the form of AutoAWQ or GPTQ.
         dtype: `keep`, or the float type of what is kept, to which weights are rounded before they become codes.
         max_shard_size: largest safetensors file.
         overwrite: replace what llmconv made.
@@ -92,19 +102,22 @@ def quantize(  # noqa: PLR0913 - the options of the command, by the same names
         work: `Part(3, 16)` of the shards, `Finish()` after all parts, `Workers(8)` or `Ray()`; None: all here.
 
     Raises:
-        UsageProblem: an unknown scheme, or an option of another one.
-        UnsupportedInput: a model that is quantized already, or of which no matrix can be quantized.
+        UsageProblem: an unknown scheme, an option of another one, or options that exclude or need each other.
+        UnsupportedInput: a model that is quantized already, of which no matrix can be quantized, or which the text
+            cannot run through.
         InputRefused, MalformedInput, OutputFailed: the model, a weight that is not finite, or the disk is at fault.
     """
     check_dtype(dtype)
     require_possible(work, overwrite=overwrite)
     require_shard_size(max_shard_size)
-    chosen = scheme_of(scheme, quant_block, method)
+    chosen = scheme_of(scheme, IntegerOptions(quant_block, method, calibrate, base_format))
     exclude = (quant_exclude,) if isinstance(quant_exclude, str) else tuple(quant_exclude)
     paths = [adapters] if isinstance(adapters, str | Path) else list(adapters)
-    source, used = opened(model, paths)
-    selected, planned = plan_quantized(with_cast(source, dtype) if dtype != "keep" else source, chosen, exclude)
+    source, used = opened(model, paths, in_parts=calibrate is None)
+    source = with_cast(source, dtype) if dtype != "keep" else source
+    selected, planned = plan_quantized(source, chosen, exclude)
     plan = plan_checkpoint(planned, max_shard_size, together=_groups(planned, selected))
+    text = _text(calibrate, source, selected, dtype, work)
     warnings = (*source.warnings, *_notes(selected, chosen))
     warn_all(warnings)
     place = output_place(output)
@@ -113,7 +126,14 @@ def quantize(  # noqa: PLR0913 - the options of the command, by the same names
     done = Quantized(plan, scheme, tuple(selected.weights), selected.ignore, warnings)
     if dry_run:
         return done
+    if text:
+        from llmconv.compressed.calibrated import with_text  # noqa: PLC0415 - traces the model
+
+        measured = with_text(source, selected, chosen, method, text, place)
+        together = _groups(planned, selected)
+        plan = plan_checkpoint(_planned(source, measured, chosen), max_shard_size, together=together)
     options = {"scheme": scheme, "quant_block": quant_block, "quant_exclude": list(exclude), "method": method}
+    options |= {"calibrate": text.sha256 if text else None, "base_format": base_format}
     made = step(COMMAND, source.path.absolute(), **options, dtype=dtype, adapters=used)
     sources = _files(source, local_only(place)) + [file for path in paths for file in files_under(local_path(path))]
     asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
@@ -121,13 +141,35 @@ def quantize(  # noqa: PLR0913 - the options of the command, by the same names
     return replace(done, plan=done_by(work, plan, found))
 
 
-def opened(model: str | Path, adapters: Sequence[str | Path] = ()) -> tuple[Checkpoint, list[dict[str, str]]]:
+def _text(
+    calibrate: str | Path | None, source: Checkpoint, selected: Selected, dtype: str, work: Work | None
+) -> CalibrationText | None:
+    """The text of `calibrate`; UsageProblem or UnsupportedInput where it cannot run through the weights."""
+    if calibrate is None:
+        return None
+    if work:
+        raise UsageProblem(
+            "`--calibrate` measures activations in one process, and the work is divided between several",
+            hint="leave out `--workers`, `--part` and `--engine`, or `--calibrate`",
+        )
+    from llmconv.compressed.calibrated import require_plain_files  # noqa: PLC0415 - traces the model
+    from llmconv.runtime.tokenizer import CalibrationText  # noqa: PLC0415 - most runs have no text
+
+    require_plain_files(source, selected, dtype)
+    return CalibrationText.read(calibrate)
+
+
+def opened(
+    model: str | Path, adapters: Sequence[str | Path] = (), *, in_parts: bool = True
+) -> tuple[Checkpoint, list[dict[str, str]]]:
     """A model of any format in plain weights, with adapters merged, and each adapter's name and sha256.
+
+    `in_parts`: files of an address are fetched as they are read, which graphs that map them do not see.
 
     Raises UnsupportedInput: it is quantized; else as `to_hf` and `merge_lora`.
     """
     with reading_safely(model):
-        path = local_path(model, in_parts=True)
+        path = local_path(model, in_parts=in_parts)
         if is_model_folder(path):
             checkpoint = open_checkpoint(path)
             require_model_type(checkpoint.config, model)
@@ -156,11 +198,28 @@ def opened(model: str | Path, adapters: Sequence[str | Path] = ()) -> tuple[Chec
 def plan_quantized(source: Checkpoint, scheme: Scheme, exclude: Sequence[str] = ()) -> tuple[Selected, Checkpoint]:
     """What becomes of each tensor, and the checkpoint with codes in place of weights; nothing is read."""
     selected = select(source.tensors, source.config, scheme, exclude)
+    if scheme.format in BASE_FORMATS:
+        _require_distinct(selected)
+    return selected, _planned(source, selected, scheme)
+
+
+def _require_distinct(selected: Selected) -> None:
+    """Raises UnsupportedInput: AWQ's list of kept modules is of parts of names, one of which a quantized module has."""
+    stems = [name.removesuffix(".weight") for name in selected.weights]
+    for kept in selected.ignore:
+        if other := next((stem for stem in stems if kept in stem), None):
+            raise UnsupportedInput(
+                f"`{kept}` is kept, and engines would not quantize `{other}` either, whose name contains it",
+                hint="leave out `--base-format`",
+            )
+
+
+def _planned(source: Checkpoint, selected: Selected, scheme: Scheme) -> Checkpoint:
     tensors: dict[str, LazyTensor] = {}
     for name, tensor in selected.tensors.items():
         tensors |= scheme.parts(selected.weights[name]) if name in selected.weights else {name: tensor}
     config = {**source.config, FIELD: scheme.settings(selected.ignore)}
-    return selected, replace(source, tensors=tensors, config=config, files={})
+    return replace(source, tensors=tensors, config=config, files={})
 
 
 def _groups(planned: Checkpoint, selected: Selected) -> list[list[str]]:
@@ -171,11 +230,20 @@ def _groups(planned: Checkpoint, selected: Selected) -> list[list[str]]:
 
 
 def _notes(selected: Selected, scheme: Scheme) -> list[str]:
-    if not selected.unfit:
-        return []
-    unit = "×".join(map(str, scheme.unit))
-    kept = f"{len(selected.unfit)} matrices are kept, whose shapes are not multiples of {unit}"
-    return [f"{kept}: {listing(selected.unfit)}"]
+    notes = []
+    if selected.unfit:
+        unit = "×".join(map(str, scheme.unit))
+        kept = f"{len(selected.unfit)} matrices are kept, whose shapes are not multiples of {unit}"
+        notes.append(f"{kept}: {listing(selected.unfit)}")
+    fused = [name for name in selected.weights if FUSED.search(name)]
+    if fused and scheme.weights["strategy"] == "tensor_group":
+        problem = "vLLM leaves global scales unset of matrices that a model stores joined (its issue 39764)"
+        notes.append(f"{problem}: {listing(fused)}; `--quant-exclude` keeps them")
+    return notes
+
+
+FUSED = re.compile(r"\.(?:qkv_proj|gate_up_proj|query_key_value|Wqkv|W_pack|attn_qkv)\.weight$")
+"""Matrices that vLLM builds of several, and some models store as one."""
 
 
 def _steps(source: Checkpoint) -> list[dict[str, Any]]:

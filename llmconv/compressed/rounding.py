@@ -9,15 +9,16 @@ of MXFP4 are those of float32, too: in float16 the package has none below 2^-24,
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
 
 import ml_dtypes
 import numpy as np
 
-from llmconv.export.quantization.block_rounding import BlockFormat
+from llmconv.checkpoint import transposed
+from llmconv.export.quantization.block_rounding import NONE, BlockFormat
 from llmconv.export.quantization.quantized_tensor import (
     BFLOAT16,
     CODES,
@@ -25,10 +26,13 @@ from llmconv.export.quantization.quantized_tensor import (
     SCALES,
     ZEROS,
     QuantizedTensor,
+    RoundedCodes,
+    multiplied,
     require_kept,
     squares_lost,
     widened,
 )
+from llmconv.quantized_weights.methods.awq import pack_outputs
 from llmconv.quantized_weights.packed_weight import float8, pack
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, as_bytes, in_memory
 
@@ -312,28 +316,106 @@ class MxFloat4(Float4):
         return found.astype(np.uint8)
 
 
-def packed_integers(name: str, weight: LazyTensor, form: BlockFormat, importance: Array) -> Parts:
-    """Integers of 4 bits in groups, in int32 words, as `export --quant` chooses them; `columns % form.size` is 0.
+@dataclass(frozen=True)
+class Measured:
+    """What a text tells of a matrix [N, K] (`calibrated.py`); nothing without one."""
+
+    importance: Array = field(default_factory=lambda: NONE)  # of its columns, float32 [K]; empty if all count alike
+    factors: Array = field(
+        default_factory=lambda: NONE
+    )  # powers of two [K] that its columns are multiplied with first; empty for none
+    rounded: RoundedCodes | None = None  # codes with error feedback, which are taken as they are
+
+
+def integers(name: str, weight: LazyTensor, form: BlockFormat, measured: Measured) -> Mapping[str, LazyTensor]:
+    """Codes uint8 [N, groups, size/2], zero points unless symmetric, scales [N, groups] in the weight's dtype.
+
+    They are those that `export --quant` chooses, by the ends of their names; K is a multiple of the size.
+    """
+    if measured.rounded:
+        made = measured.rounded.tensors(name)
+    else:
+        importance, given = measured.importance, weight
+        if measured.factors.size:
+            given = multiplied(weight, measured.factors)
+            importance = importance / measured.factors**2 if importance.size else NONE
+        made = QuantizedTensor(name, given, form, scale_dtype=weight.dtype, importance=importance).tensors()
+    return {end: made[name + end] for end in (CODES, ZEROS, SCALES) if name + end in made}
+
+
+def packed_integers(name: str, weight: LazyTensor, form: BlockFormat, measured: Measured) -> Parts:
+    """Integers of 4 bits in groups, in int32 words, as compressed-tensors packs them.
 
     `.weight_packed` [N, K/8], `.weight_zero_point` [N/8, groups] unless symmetric, `.weight_scale` [N, groups] in the
     weight's dtype, `.weight_shape` int64 [2].
     """
-    rows, columns = weight.shape
-    made = QuantizedTensor(name, weight, form, scale_dtype=weight.dtype, importance=importance).tensors()
-    codes, scales = made[name + CODES], made[name + SCALES]
-    words = BY_NAME["int32"]
+    (rows, columns), made = weight.shape, integers(name, weight, form, measured)
+    codes, words = made[CODES], BY_NAME["int32"]
 
     def packed(start: int, stop: int) -> Array:
         return codes.rows(start, stop).reshape(stop - start, -1).view(words.numpy)
 
     parts = {PACKED: LazyTensor(words, (rows, columns // 8), packed)}
     if not form.symmetric:
-        height, groups = -(-rows // 8), columns // form.size
 
         def points(start: int, stop: int) -> Array:
-            pairs = made[name + ZEROS].rows(start * 8, min(stop * 8, rows))
-            found = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(len(pairs), -1)[:, :groups]
+            found = zero_points(made[ZEROS], start * 8, min(stop * 8, rows), columns // form.size)
             return np.ascontiguousarray(pack(np.ascontiguousarray(found.T), 4, stop - start).T)
 
-        parts[ZERO_POINT] = LazyTensor(words, (height, groups), points)
-    return {**parts, SCALE: scales, SHAPE: in_memory(np.array(weight.shape, np.int64), BY_NAME["int64"])}
+        parts[ZERO_POINT] = LazyTensor(words, (-(-rows // 8), columns // form.size), points)
+    return {**parts, SCALE: made[SCALES], SHAPE: in_memory(np.array(weight.shape, np.int64), BY_NAME["int64"])}
+
+
+def zero_points(pairs: LazyTensor, start: int, stop: int, groups: int) -> Array:
+    """Zero points uint8 [rows, groups] of rows `start:stop`, which are stored in pairs."""
+    found = pairs.rows(start, stop)
+    return np.stack([found & 15, found >> 4], axis=-1).reshape(len(found), -1)[:, :groups]
+
+
+# The layouts of AutoAWQ (`gemm`) and GPTQ have the outputs of a matrix in columns: words [K, N/8] and [K/8, N].
+QWEIGHT, QZEROS, QSCALES, G_IDX = ".qweight", ".qzeros", ".scales", ".g_idx"
+
+
+def awq_integers(name: str, weight: LazyTensor, form: BlockFormat, measured: Measured) -> Parts:
+    """Integers of 4 bits in groups as AutoAWQ's `gemm` packs them; symmetric ones with zero points of 8.
+
+    `.qweight` int32 [K, N/8], `.qzeros` int32 [groups, N/8], `.scales` [groups, N] in the weight's dtype.
+    """
+    (rows, columns), made = weight.shape, integers(name, weight, form, measured)
+    groups = columns // form.size
+
+    def words(start: int, stop: int) -> Array:
+        pairs = made[CODES].rows(start * 8, stop * 8).reshape(-1, columns // 2)
+        return pack_outputs(np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(-1, columns))
+
+    def points(start: int, stop: int) -> Array:
+        if form.symmetric:
+            return pack_outputs(np.full(((stop - start) * 8, groups), form.middle, np.uint8))
+        return pack_outputs(zero_points(made[ZEROS], start * 8, stop * 8, groups))
+
+    codes, zeros = (
+        LazyTensor(BY_NAME["int32"], (rows // 8, size), read) for size, read in ((columns, words), (groups, points))
+    )
+    return {QWEIGHT: transposed(codes), QZEROS: transposed(zeros), QSCALES: transposed(made[SCALES])}
+
+
+def gptq_integers(name: str, weight: LazyTensor, form: BlockFormat, measured: Measured) -> Parts:
+    """Symmetric integers of 4 bits in groups as AutoGPTQ packs them (`checkpoint_format: gptq`), columns in order.
+
+    `.qweight` int32 [K/8, N], `.qzeros` int32 [groups, N/8] with 7 for zero points of 8, as the format stores one less,
+    `.scales` [groups, N] in the weight's dtype, `.g_idx` int32 [K].
+    """
+    (rows, columns), made = weight.shape, integers(name, weight, form, measured)
+    groups, int32 = columns // form.size, BY_NAME["int32"]
+
+    def words(start: int, stop: int) -> Array:
+        return made[CODES].rows(start, stop).reshape(stop - start, -1).view(int32.numpy)
+
+    sevens = np.full((groups, rows // 8), 0x77777777, np.int32)
+    order = np.arange(columns, dtype=np.int32) // form.size
+    return {
+        QWEIGHT: transposed(LazyTensor(int32, (rows, columns // 8), words)),
+        QZEROS: in_memory(sevens, int32),
+        QSCALES: transposed(made[SCALES]),
+        G_IDX: in_memory(order, int32),
+    }

@@ -2,25 +2,32 @@
 
 Fields and values are those of the presets in `compressed_tensors/quantization/quant_scheme.py`; which `format` goes
 with which weights is what `can_compress` of its compressors says. A new scheme is a row of `SCHEMES`.
+
+Integers of 4 bits may have the form of AutoAWQ or GPTQ instead (`BASE_FORMATS`). Fields that vLLM reads of these:
+`AWQMarlinConfig` and `GPTQMarlinConfig` in `vllm/model_executor/layers/quantization/`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from llmconv.compressed.rounding import (
     FLOAT8,
+    Measured,
     MxFloat4,
     NvFloat4,
     Parts,
     PerBlock,
     SharedPeak,
+    awq_integers,
+    gptq_integers,
     packed_integers,
 )
 from llmconv.errors import UsageProblem
-from llmconv.export.quantization.block_rounding import NONE, SIZES, BlockFormat
+from llmconv.export.quantization.block_rounding import SIZES, BlockFormat
 from llmconv.tensors import BY_NAME, LazyTensor
 
 
@@ -31,6 +38,7 @@ class Weight:
     name: str  # of its tensor, such as `model.layers.0.mlp.up_proj.weight`
     tensor: LazyTensor  # [N, K]
     peak: SharedPeak  # the largest magnitude of all weights that vLLM joins with it
+    measured: Measured = Measured()  # on a text
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,7 @@ class Scheme:
     """How weights are stored, and activations rounded at run time."""
 
     name: str
-    format: str  # of the container, as compressed-tensors names it
+    format: str  # of the container, as compressed-tensors names it, or one of `BASE_FORMATS`
     weights: Mapping[str, Any]  # fields of `QuantizationArgs`
     activations: Mapping[str, Any] | None
     unit: tuple[int, int]  # rows and columns of a matrix are multiples of these
@@ -57,6 +65,8 @@ class Scheme:
 
     def settings(self, ignore: Sequence[str]) -> dict[str, Any]:
         """The `quantization_config`; `ignore` names the modules that a scheme for `Linear` would mean, too."""
+        if self.format in BASE_FORMATS:
+            return BASE_FORMATS[self.format][1](self, ignore)
         group = {
             "targets": ["Linear"],
             "weights": dict(self.weights),
@@ -96,7 +106,36 @@ def _by_channel(scheme: Scheme, weight: Weight) -> Parts:
 
 def _integers(scheme: Scheme, weight: Weight) -> Parts:
     assert scheme.integers
-    return packed_integers(weight.name, weight.tensor, scheme.integers, NONE)
+    made = BASE_FORMATS[scheme.format][0] if scheme.format in BASE_FORMATS else packed_integers
+    return made(weight.name, weight.tensor, scheme.integers, weight.measured)
+
+
+def _awq_settings(scheme: Scheme, ignore: Sequence[str]) -> dict[str, Any]:
+    """Zero points are always there: without them vLLM takes a slow kernel, which reads them all the same."""
+    sizes = {"bits": 4, "group_size": scheme.weights["group_size"], "zero_point": True, "version": "gemm"}
+    return {"quant_method": "awq", **sizes, "modules_to_not_convert": list(ignore)}
+
+
+def _gptq_settings(scheme: Scheme, ignore: Sequence[str]) -> dict[str, Any]:
+    sizes = {"bits": 4, "group_size": scheme.weights["group_size"], "sym": True, "desc_act": False, "lm_head": False}
+    kept: dict[str, Any] = {f"-:^{re.escape(name)}$": {} for name in ignore if name != HEAD}  # which are not quantized
+    more = {"dynamic": kept} if kept else {}
+    return {"quant_method": "gptq", "checkpoint_format": "gptq", **sizes, **more}
+
+
+def kept_modules(settings: Mapping[str, Any]) -> list[Any] | None:
+    """The modules that a `quantization_config` of any form leaves as they are, the reverse of `Scheme.settings`."""
+    form, rules = settings.get("quant_method"), settings.get("dynamic") or {}
+    if form == "gptq":
+        found = [re.sub(r"\\(.)", r"\1", rule[3:-1]) for rule in rules] if isinstance(rules, Mapping) else None
+        return None if found is None else [*found, *([] if any(name.endswith(HEAD) for name in found) else [HEAD])]
+    found = settings.get("modules_to_not_convert" if form == "awq" else "ignore")
+    return found if isinstance(found, list) else None
+
+
+HEAD = "lm_head"
+BASE_FORMATS = {"awq": (awq_integers, _awq_settings), "gptq": (gptq_integers, _gptq_settings)}
+"""Forms of older tools for integers of 4 bits: the tensors of a weight, and the `quantization_config`."""
 
 
 BLOCK, GROUP = 128, 128  # rows and columns of a block of FP8; columns of a group of integers
@@ -166,33 +205,65 @@ ROWS = (
     ),
 )
 SCHEMES = {scheme.name: scheme for scheme in ROWS}
-METHODS = ("search", "rtn")
+METHODS = ("search", "rtn", "gptq", "awq")
+MEASURING = ("gptq", "awq")  # those that need a text
 
 
-def scheme_of(name: str, block: int | None = None, method: str | None = None) -> Scheme:
-    """The scheme of a name, with integers in groups of `block` columns, chosen by `method`.
+@dataclass(frozen=True)
+class IntegerOptions:
+    """The options of integers of 4 bits, by the names of the command's options; None where they are not given."""
+
+    quant_block: int | None = None  # columns that share a scale
+    method: str | None = None  # one of `METHODS`
+    calibrate: object = None  # a text, or the name of one
+    base_format: str | None = None  # one of `BASE_FORMATS`
+
+    def require_possible(self) -> None:
+        """Raises UsageProblem: an unknown value, or options that exclude or need each other."""
+        if self.method not in (None, *METHODS):
+            raise UsageProblem(f"`--method` is {self.method!r}", hint=f"give one of: {', '.join(METHODS)}")
+        if self.base_format not in (None, *BASE_FORMATS):
+            known = ", ".join(BASE_FORMATS)
+            raise UsageProblem(f"`--base-format` is {self.base_format!r}", hint=f"give one of: {known}")
+        if self.quant_block not in (None, *SIZES):
+            raise UsageProblem(
+                f"no kernel has groups of {self.quant_block} weights",
+                hint=f"`--quant-block` is one of: {', '.join(map(str, SIZES))}",
+            )
+        if self.method in MEASURING and self.calibrate is None:
+            raise UsageProblem(
+                f"`--method {self.method}` needs a text on which activations are measured",
+                hint="add `--calibrate FILE`, or `--calibrate default` for the text that ships with llmconv",
+            )
+        if self.method == "rtn" and self.calibrate is not None:
+            raise UsageProblem("`--calibrate` guides the search, which `--method rtn` leaves out", hint="leave out one")
+
+
+def scheme_of(name: str, options: IntegerOptions = IntegerOptions()) -> Scheme:
+    """The scheme of a name, with the options of its integers.
 
     Raises UsageProblem: no such scheme or value, or an option of another scheme.
     """
     if name not in SCHEMES:
         raise UsageProblem(f"unknown scheme `{name}`", hint=f"`--scheme` is one of: {', '.join(SCHEMES)}")
     scheme = SCHEMES[name]
-    having = ", ".join(one.name for one in ROWS if one.integers)
-    given = {"--quant-block": block is not None, "--method": method is not None}
     if scheme.integers is None:
-        if option := next((option for option, is_given in given.items() if is_given), ""):
-            raise UsageProblem(f"`{option}` does not apply to `--scheme {name}`", hint=f"only to: {having}")
+        given = [f"--{option.replace('_', '-')}" for option, value in vars(options).items() if value is not None]
+        if given:
+            having = ", ".join(one.name for one in ROWS if one.integers)
+            raise UsageProblem(f"`{given[0]}` does not apply to `--scheme {name}`", hint=f"only to: {having}")
         return scheme
-    if method not in (None, *METHODS):
-        raise UsageProblem(f"`--method` is {method!r}", hint=f"give one of: {', '.join(METHODS)}")
-    if block not in (None, *SIZES):
+    options.require_possible()
+    size, form = options.quant_block or scheme.integers.size, options.base_format
+    if form == "gptq" and not scheme.integers.symmetric:
         raise UsageProblem(
-            f"no kernel has groups of {block} weights", hint=f"`--quant-block` is one of: {', '.join(map(str, SIZES))}"
+            f"`--base-format gptq` has no zero points that all engines read alike, and `--scheme {name}` has some",
+            hint="give `--scheme w4a16`, or `--base-format awq`",
         )
-    size = block or scheme.integers.size
     return replace(
         scheme,
+        format=form or scheme.format,
         weights={**scheme.weights, "group_size": size},
-        unit=(scheme.unit[0], size),
-        integers=replace(scheme.integers, size=size, search=method != "rtn"),
+        unit=(8 if form else scheme.unit[0], size),  # the older forms have eight rows in a word
+        integers=replace(scheme.integers, size=size, search=options.method != "rtn"),
     )

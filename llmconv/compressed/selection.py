@@ -15,7 +15,7 @@ from typing import Any
 from llmconv.causal_lm import mtp_tensors
 from llmconv.checkpoint import is_conv1d, transposed
 from llmconv.compressed.rounding import SharedPeak
-from llmconv.compressed.schemes import Scheme, Weight
+from llmconv.compressed.schemes import HEAD, Scheme, Weight
 from llmconv.convert.algebra import reshaped, slice_rows, split
 from llmconv.errors import UnsupportedInput
 from llmconv.tensors import FLOATS, LazyTensor, lists_by_key
@@ -27,8 +27,6 @@ EMBEDDING = re.compile(
     r"(?:^|\.)(?:embed_(?:tokens|in|positions)|\w*_embeddings?|embeddings?|wte|wpe|relative_attention_bias)$"
 )
 """Embedding modules, by the last part of their names; a Linear of such a name would be missing in `ignore`."""
-HEAD = "lm_head"
-
 ROUTERS = r"gate|router|wg|shared_expert_gate|shared_head|eh_proj"
 TOWERS = (
     r"visual|vision\w*|vit|image\w*|audio\w*|speech\w*|\w*_projector|connector|resampler|aligner|mtp\w*|talker|code2wav"
@@ -84,6 +82,11 @@ def select(
     fates = lists_by_key((fate_of(name), name) for name in matrices)
     split_up = {name for names in fates.values() if not {*names} <= wanted.keys() - unfit for name in names}
     chosen = {name: one for name, one in wanted.items() if name not in split_up}
+    if not chosen and (turned := next((name for name in tensors if is_conv1d(config, name)), None)):
+        raise UnsupportedInput(
+            f"`{turned}` is stored transposed, as all matrices of this family (Conv1D), and engines read no such codes",
+            hint="`llmconv export --quant int4` makes graphs of codes of it",
+        )
     if not chosen:
         raise UnsupportedInput(
             f"no matrix of this model can be quantized as {scheme.name}",
@@ -134,6 +137,11 @@ def one_by_one(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> 
             yield name, tensor
             continue
         kind = str(config.get("model_type"))
+        if kind == "gpt_oss":
+            raise UnsupportedInput(
+                "the experts of gpt-oss are released as MXFP4 in a form of their own, which `quantize` does not write",
+                hint="engines load it in bfloat16; `llmconv merge-lora --base-quant requantize` keeps that form",
+            )
         if kind not in INPUTS_FIRST:
             raise UnsupportedInput(
                 f"the experts of `{name}` are stacked in one tensor, in a layout that is not known for `{kind[:40]}`",

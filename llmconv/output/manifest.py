@@ -15,7 +15,8 @@
         "reference": "merged",
         "versions": {"llmconv": "0.1.0", "onnxruntime": "1.31.0", …},
         "graphs":   {"decode.onnx": "<sha256>", …},
-        "weights":  {"model.safetensors": {"bytes": 123, "header_sha256": "…", "sha256": "…"}, …}
+        "weights":  {"model.safetensors": {"bytes": 123, "header_sha256": "…", "sha256": "…"}, …},
+        "configs":  {"config.json": "<sha256>"}                # of a folder of `llmconv quantize`
       }
     }
 
@@ -173,6 +174,7 @@ class RecordedVerdict:
     versions: Mapping[str, str]
     graphs: Mapping[str, str]
     weights: Mapping[str, WeightFile]
+    configs: Mapping[str, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """The entry in the manifest; equal for equal runs."""
@@ -187,11 +189,12 @@ class RecordedVerdict:
             "versions": dict(self.versions),
             "graphs": dict(sorted(self.graphs.items())),
             "weights": {name: file.as_dict() for name, file in sorted(self.weights.items())},
+            **({"configs": dict(sorted(self.configs.items()))} if self.configs else {}),
         }
 
     def contains(self, other: RecordedVerdict) -> bool:
         """Whether another verdict says less of the same files: both pass, and its run made some of the checks."""
-        same = ("verdict", "reference", "versions", "graphs")
+        same = ("verdict", "reference", "versions", "graphs", "configs")
         if self.verdict != "pass" or any(getattr(self, name) != getattr(other, name) for name in same):
             return False
         files = self.weights.keys() == other.weights.keys() and all(
@@ -203,7 +206,8 @@ class RecordedVerdict:
 
     def changed_files(self, folder: Path) -> list[str]:
         """Names of judged files that are missing or have changed; of weights only size and header are compared."""
-        changed = [name for name, digest in self.graphs.items() if graph_sha256(folder / name) != digest]
+        whole = {**self.graphs, **self.configs}
+        changed = [name for name, digest in whole.items() if graph_sha256(folder / name) != digest]
         for name, recorded in self.weights.items():
             found = weight_file(folder / name)
             if not found or (found.bytes, found.header_sha256) != (recorded.bytes, recorded.header_sha256):
@@ -232,6 +236,7 @@ def parse_verdict(content: object) -> RecordedVerdict:
         _map(entry, "versions", _is_text),
         _map(entry, "graphs", _is_sha256, ".onnx"),
         {name: _weight_file(value) for name, value in weights.items()},
+        _map({"configs": {}} | entry, "configs", _is_sha256, ".json"),
     )
 
 

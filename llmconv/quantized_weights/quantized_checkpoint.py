@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Self
 
-from llmconv.checkpoint import Checkpoint, is_conv1d, transposed
+from llmconv.checkpoint import Checkpoint, is_conv1d, refuse_misplaced, transposed
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.plugins import each_plugin
 from llmconv.quantized_weights.packed_weight import IntegerCodes, PackedWeight
@@ -47,6 +47,7 @@ class QuantizedCheckpoint:
 def quantized_checkpoint(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
     """The quantized weights, None without `quantization_config`; MalformedInput, UnsupportedInput for a method."""
     if not checkpoint.config.get(FIELD):
+        refuse_misplaced(checkpoint, checkpoint.config)
         return None
     kind = str(method_name(checkpoint.config))
     if kind not in methods() or not isinstance(checkpoint.config[FIELD], Mapping):

@@ -19,6 +19,7 @@ from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.cli import main
 from llmconv.cli.quantize import SCHEMES as NAMES
 from llmconv.compressed import quantize
+from llmconv.compressed.folder import _notes, plan_quantized
 from llmconv.compressed.schemes import SCHEMES, scheme_of
 from llmconv.compressed.selection import select
 from llmconv.convert import merge_lora, to_hf
@@ -135,8 +136,30 @@ def test_stacked_experts_become_one_tensor_each(kind: str, inputs_first: bool) -
         for name, wanted in (("gate_proj", gate), ("up_proj", up), ("down_proj", down)):
             read = found.weights[f"{LAYER}.mlp.experts.{at}.{name}.weight"].tensor
             assert np.array_equal(read.read(), wanted[at]) and np.array_equal(read.rows(3, 9), wanted[at][3:9])
-    with pytest.raises(UnsupportedInput, match="not known for `gpt_oss`"):
+    with pytest.raises(UnsupportedInput, match="not known for `dbrx`"):
+        select(tensors, {"model_type": "dbrx"}, NVFP4)
+    with pytest.raises(UnsupportedInput, match="gpt-oss are released as MXFP4"):
         select(tensors, {"model_type": "gpt_oss"}, NVFP4)
+
+
+def test_matrices_of_conv1d_are_refused_by_name() -> None:
+    tensors = {"transformer.h.0.attn.c_attn.weight": shaped(64, 192), "transformer.wte.weight": shaped(96, 64)}
+    with pytest.raises(UnsupportedInput, match="`transformer.h.0.attn.c_attn.weight` is stored transposed"):
+        select(tensors, {"model_type": "gpt2"}, NVFP4)
+
+
+@pytest.mark.parametrize(("scheme", "count"), [("nvfp4a16", 2), ("mxfp4", 0)])
+def test_a_warning_names_matrices_whose_global_scales_vllm_leaves_unset(
+    scheme: str, count: int, llama: Path, tmp_path: Path
+) -> None:
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if "q_proj.weight" in name]:
+            parts = [tensors.pop(name.replace("q_proj", f"{one}_proj")) for one in "qkv"]
+            tensors[name.replace("q_proj", "qkv_proj")] = torch.cat(parts)
+
+    stored = open_checkpoint(changed(llama, tmp_path / "model", edit))
+    warned = _notes(plan_quantized(stored, scheme_of(scheme))[0], scheme_of(scheme))
+    assert sum(one.count("qkv_proj") for one in warned) == count
 
 
 def test_joined_matrices_share_a_global_scale(llama: Path, tmp_path: Path) -> None:
@@ -155,7 +178,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"scheme": "fp9"}, "unknown scheme `fp9`"),
     ({"scheme": "fp8-block", "quant_block": 64}, "`--quant-block` does not apply"),
     ({"scheme": "w4a16", "quant_block": 100}, "no kernel has groups of 100"),
-    ({"scheme": "w4a16", "method": "gptq"}, "`--method` is 'gptq'"),
+    ({"scheme": "w4a16", "method": "best"}, "`--method` is 'best'"),
+    ({"scheme": "w4a16", "method": "gptq"}, "`--method gptq` needs a text"),
+    ({"scheme": "w4a16", "method": "rtn", "calibrate": "default"}, "`--calibrate` guides the search"),
+    ({"scheme": "w8a8", "calibrate": "default"}, "`--calibrate` does not apply"),
+    ({"scheme": "w4a16", "base_format": "exl2"}, "`--base-format` is 'exl2'"),
+    ({"scheme": "w4a16-asym", "base_format": "gptq"}, "`--base-format gptq` has no zero points"),
+    ({"scheme": "w4a16", "calibrate": "default", "work": Workers(2)}, "`--calibrate` measures activations in one"),
     ({"scheme": "w8a8", "quant_exclude": ["nothing"]}, "matches no weight"),
     ({"scheme": "w8a8", "quant_exclude": ["("]}, "not a valid regular expression"),
 ]

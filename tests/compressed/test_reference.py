@@ -11,7 +11,7 @@ import torch
 
 from llmconv.compressed import rounding
 from llmconv.compressed.rounding import SharedPeak
-from llmconv.compressed.schemes import Weight, scheme_of
+from llmconv.compressed.schemes import IntegerOptions, Weight, scheme_of
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 
 with warnings.catch_warnings():
@@ -96,7 +96,7 @@ def expected(name: str, weight: torch.Tensor, joined: torch.Tensor) -> dict[str,
 def made(name: str, weight: torch.Tensor, joined: torch.Tensor | None = None, **options: Any) -> dict[str, LazyTensor]:
     tensor = lazy(weight)
     peak = SharedPeak([("x.weight", tensor)] + ([("y.weight", lazy(joined))] if joined is not None else []))
-    return scheme_of(name, **options).parts(Weight("x.weight", tensor, peak))
+    return scheme_of(name, IntegerOptions(**options)).parts(Weight("x.weight", tensor, peak))
 
 
 def in_blocks(tensor: LazyTensor, size: int) -> bytes:

@@ -11,6 +11,7 @@ import pickle
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ import numpy as np
 from safetensors.numpy import save
 
 from llmconv.checkpoint import read_json
+from llmconv.compressed.rounding import SharedPeak
+from llmconv.compressed.schemes import BASE_FORMATS, SCHEMES, IntegerOptions, Weight, scheme_of
+from llmconv.tensors import BY_CODE, BY_NAME, in_memory
 from tests.hostile import adapters, deltas, gguf, honest, legacy
 from tests.hostile.pickles import PYTHON, call, text
 
@@ -162,6 +166,49 @@ def _gguf_value(content: Any) -> bytes:
     return gguf.array(
         int.from_bytes(max(kinds, default=bytes(4)), "little"), len(items), b"".join(i[4:] for i in items)
     )
+
+
+UP = "model.layers.0.mlp.up_proj.weight"
+CODES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in SCHEMES]
+CODES += [("w4a16", {"base_format": form}) for form in BASE_FORMATS]
+
+
+def code_folders() -> list[bytes]:
+    """What `with_codes` makes quantized folders of: `config.json`, and dtype, shape and first numbers of tensors."""
+    matrix = in_memory(np.ones((128, 256), BY_NAME["bfloat16"].numpy), BY_NAME["bfloat16"])
+    found = []
+    for name, options in CODES:
+        scheme = scheme_of(name, IntegerOptions(**options))
+        parts = scheme.parts(Weight(UP, matrix, SharedPeak([(UP, matrix)])))
+        tensors = {name: [one.dtype.code, [*one.shape], one.read().ravel()[:2].tolist()] for name, one in parts.items()}
+        tensors["model.norm.weight"] = ["BF16", [256], [1.0]]
+        config = {**honest.CONFIG, "quantization_config": scheme.settings(["lm_head", "model.layers.0.mlp.gate"])}
+        found += fields(config=config, tensors=tensors)
+    return found
+
+
+def with_codes(path: Path) -> Path:
+    """The folder of a JSON file, within its own; numbers are repeated to the size of a tensor."""
+    content, folder = read_json(path), path.parent / "codes"
+    folder.mkdir(exist_ok=True)
+    tensors, header, data = content.get("tensors"), dict[str, Any](), b""
+    for name, entry in tensors.items() if isinstance(tensors, dict) else ():
+        dtype, shape, numbers = entry if isinstance(entry, list) and len(entry) == 3 else [*[entry] * 3]
+        known = BY_CODE.get(dtype) if isinstance(dtype, str) else None
+        sizes = (
+            [size for size in shape if isinstance(size, int) and 0 <= size < 1000] if isinstance(shape, list) else []
+        )
+        count = min(prod(sizes), 1 << 17)
+        try:
+            values = np.resize(np.array(numbers, (known or BY_NAME["uint8"]).numpy), count).tobytes()
+        except (TypeError, ValueError, OverflowError):
+            values = bytes(count)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(values)]}
+        data += values
+    raw = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + data)
+    (folder / "config.json").write_text(json.dumps(content.get("config")))
+    return folder
 
 
 def pickles() -> list[bytes]:

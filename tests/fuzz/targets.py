@@ -33,12 +33,14 @@ from llmconv.generation.images import open_image
 from llmconv.generation.prompts import read_embeddings
 from llmconv.model_code import collect_code
 from llmconv.output.manifest import graph_entries, read_manifest
+from llmconv.quantized_weights.quantized_checkpoint import FIELD, quantized_checkpoint
 from llmconv.runtime.onnxruntime.guard import load_guarded, weight_bytes
 from llmconv.runtime.onnxruntime.lora_names import encode_adapter, read_adapter
 from llmconv.runtime.onnxruntime.session_file import read_session_file
 from llmconv.serve.fields import ApiError
 from llmconv.serve.openai_schema import chat_request, completion_request, parse_json
 from llmconv.tensors import LazyTensor
+from llmconv.verify.compressed.folder import _scheme, is_compressed
 from tests.builders.rank_saves import FIXTURES
 from tests.fuzz.seeds import (
     GGUF_WORDS,
@@ -53,6 +55,7 @@ from tests.fuzz.seeds import (
     VERDICT,
     adapter,
     arrays,
+    code_folders,
     codes,
     composer,
     delta,
@@ -71,6 +74,7 @@ from tests.fuzz.seeds import (
     pickles,
     sentencepiece,
     strategies,
+    with_codes,
     with_keys,
 )
 from tests.fuzz.target import Target, built, others, run_target
@@ -99,6 +103,16 @@ def _read_importance(path: Path) -> None:
     assert all(np.isfinite(one).all() and (one >= 0).all() for one in found.weights.values())
     for one in found.metadata.values():
         _value(one)
+
+
+def _read_codes(folder: Path) -> None:
+    """The values of a quantized folder, and which scheme of `quantize` it has."""
+    found = quantized_checkpoint(open_checkpoint(folder))
+    for tensor in found.plain.values() if found else ():
+        tensor.read()
+    inspect(folder).summary()
+    if found and is_compressed(folder):
+        _scheme(folder, found.stored.config[FIELD], None)
 
 
 def unpack_file(path: Path) -> None:
@@ -156,6 +170,7 @@ TARGETS: dict[str, Target] = {
     "safetensors": Target("a.safetensors", lambda: [built(hugging_face, "a.safetensors")], read_header),
     "gguf": Target("x.gguf", ggufs, _open_gguf, words=GGUF_WORDS),
     "gguf-keys": Target("x.json", gguf_keys, lambda path: _open_gguf(with_keys(path)), refused=gguf_families),
+    "quantized-folder": Target("x.json", code_folders, lambda path: _read_codes(with_codes(path))),
     "importance": Target("x.imatrix", importances, _read_importance, words=GGUF_WORDS),
     "header": Target(
         "x.json",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -117,6 +118,21 @@ def test_zero_points_of_gptq_are_stored_less_one_with_carries() -> None:
     less = (word - np.uint32(0x11111111)).view(np.int32)
     assert zero_points(less, 4, less_one=True).tolist() == true.tolist()
     assert zero_points(word.view(np.int32), 4, less_one=False).tolist() == true.tolist()
+
+
+@pytest.mark.parametrize("dynamic", [{}, {"-:.*gate": {}}, {"+:.*down": {"group_size": 32}}])
+def test_symmetric_zero_points_that_are_stored_as_they_are(dynamic: Any, changed: Callable[..., Path]) -> None:
+    base = "gptq_4bit_sym"
+    eights = {
+        name: torch.full_like(one, -0x77777778)
+        for name, one in stored(FOLDER / base).items()
+        if name.endswith("qzeros")
+    }
+    expected = opened(FOLDER / base).plain[DOWN].read()
+    assert np.array_equal(opened(changed(base, eights, dynamic=dynamic)).plain[DOWN].read(), expected)
+    nines = {name: one + 0x11111111 for name, one in eights.items()}
+    with pytest.raises(MalformedInput, match="zero points other than 8"):
+        opened(changed(base, nines, dynamic=dynamic)).plain[DOWN].read()
 
 
 def test_gptq_without_group_indices_has_equal_groups_in_order(changed: Callable[..., Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from llmconv.checkpoint import open_checkpoint
+from llmconv.convert.models.head_and_dtype import plain_tensors
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.quantized_weights.methods.compressed_tensors import WeightSchemes
 from llmconv.quantized_weights.quantized_checkpoint import QuantizedCheckpoint, quantized_checkpoint
@@ -156,3 +158,27 @@ def test_patterns_that_are_invalid_or_take_too_long_are_refused(pattern: Any) ->
     config = {"config_groups": {"a": {"targets": [pattern], "weights": {"num_bits": 4}}}}
     with pytest.raises(MalformedInput, match="config_groups"):
         WeightSchemes(config).of("a" * 40 + "b")
+
+
+@pytest.mark.parametrize("place", ["text_config", "compression_config"])
+def test_settings_in_another_place_are_named(place: str, changed: Callable[..., Path]) -> None:
+    checkpoint = open_checkpoint(changed(PACKED))
+    settings = {"quantization_config": checkpoint.config["quantization_config"]}
+    found = settings["quantization_config"] if place == "compression_config" else settings
+    config = {**{name: one for name, one in checkpoint.config.items() if name not in settings}, place: found}
+    moved = replace(checkpoint, config=config)
+    for reads in (quantized_checkpoint, plain_tensors):
+        with pytest.raises(MalformedInput, match=f"`quantization_config` is in `{place}`"):
+            reads(moved)
+    plain = {name: one for name, one in checkpoint.items() if "proj" not in name}
+    assert quantized_checkpoint(replace(moved, tensors=plain)) is None  # plain weights, and a field that is left over
+
+
+@pytest.mark.parametrize("table", ["model.embed_tokens", "transformer.wte", "backbone.embeddings"])
+def test_a_group_of_embeddings_is_that_of_the_table(table: str) -> None:
+    weights = {"num_bits": 4, "strategy": "group", "group_size": 128}
+    linear = {"targets": ["Linear"], "weights": weights}
+    tables = {"targets": ["Embedding"], "weights": {**weights, "group_size": 64}}
+    schemes = WeightSchemes({"config_groups": {"group_0": tables, "group_1": linear}})
+    assert schemes.of(table).group == 64 and schemes.of(DOWN).group == 128
+    assert WeightSchemes({"config_groups": {"group_0": linear}}).of(table).group == 128

@@ -23,7 +23,7 @@ from llmconv.verify import Report, verify
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results import Check
-from llmconv.verify.run import recording
+from llmconv.verify.run import Judged, recording
 from tests.builders.mutants.mutants import MUTANTS
 
 Tiny = Callable[[str], Path]
@@ -195,18 +195,18 @@ def report_of(folder: Path) -> Report:
     return Report(folder.name, folder.name, "quick", [Check("prefill", "decode.onnx", "logits")])
 
 
-def verified_folder(folder: Path) -> VerifiedFolder:
+def judged(folder: Path) -> Judged:
     from llmconv.output.manifest import graph_entries  # noqa: PLC0415
     from llmconv.runtime.onnxruntime.session_settings import SessionSettings  # noqa: PLC0415
     from llmconv.verify.graph_folder import _models  # noqa: PLC0415
 
     entries = graph_entries(folder)
-    return VerifiedFolder(folder, entries, _models(folder, entries), SessionSettings())
+    return Judged.of_graphs(VerifiedFolder(folder, entries, _models(folder, entries), SessionSettings()))
 
 
 def test_a_graph_that_changes_during_the_run_is_recorded_as_it_was(folder: Path) -> None:
     before = digest(folder / "decode.onnx")
-    with recording(verified_folder(folder), folder, report_of(folder)):
+    with recording(judged(folder), folder, report_of(folder)):
         (folder / "decode.onnx").write_bytes(b"other")
     assert manifest_of(folder)["verified"]["graphs"]["decode.onnx"] == before
 
@@ -215,7 +215,7 @@ def test_a_graph_that_changes_during_the_run_is_recorded_as_it_was(folder: Path)
 def test_the_method_is_recorded(folder: Path) -> None:
     report = report_of(folder)
     report.method = "induction"
-    with recording(verified_folder(folder), folder, report):
+    with recording(judged(folder), folder, report):
         pass
     assert parse_verdict(manifest_of(folder)["verified"]).method == "induction"
 
@@ -226,7 +226,7 @@ def test_an_error_during_the_run_keeps_the_last_verdict(folder: Path, verified: 
     before = (folder / "llmconv.json").read_bytes()
     with (
         pytest.raises(InputRefused),
-        recording(verified_folder(folder), folder, report_of(folder)),
+        recording(judged(folder), folder, report_of(folder)),
     ):
         raise InputRefused("no", hint="none")
     assert (folder / "llmconv.json").read_bytes() == before

@@ -3,6 +3,9 @@
 Everything is computed again from the weights, in float64 where no scheme says otherwise. A code is the nearest where
 weight / scale lies between the middles of its value and its neighbors'; at an exact middle both are. Scales are those
 of the formulas of compressed-tensors (`calculate_qparams`, `generate_gparam`), or of the search of llmconv.
+
+A search on a text has scales for columns that matter there, which are not known here: they must be among those that it
+tries. Codes with error feedback (GPTQ) are not the nearest: errors of a block must nearly cancel each other.
 """
 
 from __future__ import annotations
@@ -16,12 +19,22 @@ import numpy as np
 
 from llmconv.quantized_weights.float4 import GLOBAL, PACKED, SCALE, Float4Weight
 from llmconv.quantized_weights.packed_weight import GroupedWeight, PackedWeight, ScaledWeight
-from llmconv.tensors import Array, LazyTensor
-from llmconv.verify.other_exporters.quantized.expected_scales import Blocks, first_of, in_blocks, scale_problem
+from llmconv.tensors import Array, DType, LazyTensor
+from llmconv.verify.other_exporters.quantized.expected_scales import (
+    Blocks,
+    FeedbackShare,
+    beyond_feedback,
+    feedback_problem,
+    first_of,
+    in_blocks,
+    scale_problem,
+)
 
 AT_ONCE = 1 << 20  # elements that are compared at once
 SLACK = 2.0**-22  # of a quotient in float32 near the middle of two codes
 BLOCK = 128
+HALF, CLIPPED, IMPLAUSIBLE = 0.5 + 1e-5, 2.0, 0.5
+"""Steps from the nearest code; steps beyond the last code that a search cuts off; relative error of a matrix."""
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
@@ -61,6 +74,7 @@ class Findings:
     problems: list[str] = field(default_factory=list)
     error: float = 0.0  # sums of squares: of value - weight, and of weights
     size: float = 0.0
+    feedback: FeedbackShare = field(default_factory=FeedbackShare)
 
     @property
     def relative_error(self) -> float:
@@ -87,10 +101,22 @@ class Findings:
         self.size += float((weights**2).sum())
 
 
-def audit_weight(weight: PackedWeight, original: LazyTensor, scheme: Mapping[str, Any], *, is_plain: bool) -> Findings:
-    """Compares a stored weight with the one that it was made of; `scheme` are the fields of its `weights`.
+@dataclass(frozen=True)
+class Rounding:
+    """How integers of 4 bits were chosen; of other codes nothing is."""
 
-    `is_plain`: integers have the scales of extreme values, not of a search.
+    plain: bool = False  # scales are those of extreme values, not of a search
+    weighted: bool = False  # scales suit the columns that matter on a text
+    feedback: bool = False  # codes make up for the errors of others (GPTQ)
+    symmetric: bool = True  # every zero point is the middle code
+
+
+def audit_weight(
+    weight: PackedWeight, original: LazyTensor, dtype: DType, scheme: Mapping[str, Any], rounding: Rounding
+) -> Findings:
+    """Compares a stored weight with the one that it was made of, whose scales have this `dtype`.
+
+    `scheme` are the fields of its `weights`.
     """
     found = Findings(weight.name)
     if weight.shape != original.shape:
@@ -101,7 +127,12 @@ def audit_weight(weight: PackedWeight, original: LazyTensor, scheme: Mapping[str
     step = max(BLOCK, step // BLOCK * BLOCK) if scheme.get("strategy") == "block" else step
     for first in range(0, original.shape[0], step):
         rows = original.rows(first, min(first + step, original.shape[0])).astype(np.float32)
-        check(weight, rows, first, _Frame(found, original.dtype.numpy, scheme, is_plain))
+        check(weight, rows, first, _Frame(found, dtype.numpy, scheme, rounding))
+    if rounding.feedback and not found.problems:
+        if problem := found.feedback.problem():
+            found.problems.append(f"`{weight.name}`: {problem}")
+        elif not found.relative_error <= IMPLAUSIBLE:
+            found.problems.append(f"`{weight.name}` has a relative error of {found.relative_error:.2f}")
     return found
 
 
@@ -112,7 +143,7 @@ class _Frame:
     found: Findings
     dtype: np.dtype[Any]  # of the weight, in which scales are computed
     scheme: Mapping[str, Any]
-    is_plain: bool
+    rounding: Rounding
 
     def rounded(self, values: Array) -> Array:
         """float32 as numbers of the weight's dtype."""
@@ -165,8 +196,8 @@ def _float4(weight: PackedWeight, rows: Array, first: int, frame: _Frame) -> Non
 def _integers(weight: PackedWeight, rows: Array, first: int, frame: _Frame) -> None:
     """4-bit integers: scales and zero points of llmconv's search, which is repeated, or of the extreme values."""
     assert isinstance(weight, GroupedWeight)
-    stop, size = first + len(rows), int(frame.scheme["group_size"])
-    stored = weight.parts[weight.scales].rows(first, stop)
+    stop, size, rounding = first + len(rows), int(frame.scheme["group_size"]), frame.rounding
+    stored = weight.read_scales()[first:stop]
     zeros = weight.read_zeros()[first:stop] if weight.read_zeros else np.full(stored.shape, weight.levels // 2)
     wide = rows.astype(np.float64)
     scales, points = (np.repeat(grid.astype(np.float64), size, axis=1) for grid in (stored, zeros))
@@ -179,15 +210,28 @@ def _integers(weight: PackedWeight, rows: Array, first: int, frame: _Frame) -> N
         lambda: values,
         weight.levels - 1,
         frame.dtype,
-        weight.read_zeros is None,
+        rounding.symmetric,
     )
-    frame.found.measure(values, wide)
-    if not frame.found.problems and (problem := scale_problem(blocks, first, frame.is_plain, weighted=False)):
-        frame.found.problems.append(f"`{weight.name}`: {problem}")
+    found = frame.found
+    found.measure(values, wide)
+    found.add("another dtype of scales than the model", np.full((1, 1), stored.dtype != frame.dtype), first)
+    if rounding.symmetric:
+        middle = np.full(zeros.shape, weight.levels // 2)
+        found.add("a zero point of a symmetric weight", zeros != middle, first, zeros, middle)
     steps = np.divide(wide, scales, out=np.zeros_like(wide), where=scales != 0) + points
-    nearest = np.clip(steps, 0, weight.levels - 1)
-    odd = np.abs(codes - nearest) > 0.5 + 1e-5
-    frame.found.add("a code that is not the nearest", odd, first, values, wide)
+    off = codes - np.clip(steps, 0, weight.levels - 1)
+    others = np.abs(off) > HALF
+    if rounding.feedback:
+        found.feedback.add(others)
+        clipped = ((codes == 0) | (codes == weight.levels - 1)) & (np.abs(codes - steps) <= CLIPPED)
+        errors = np.where(clipped, np.clip(codes - steps, -0.5, 0.5), codes - steps)
+        problem = beyond_feedback(np.where(scales != 0, errors, 0), size, first) or feedback_problem(blocks, first)
+        others = others[:, :1]  # the first column has no error to make up for
+    else:
+        problem = scale_problem(blocks, first, rounding.plain, weighted=rounding.weighted)
+    if problem and not found.problems:
+        found.problems.append(f"`{weight.name}`: {problem}")
+    found.add("a code that is not the nearest", others, first, values, wide)
 
 
 CHECKS: dict[type[PackedWeight], Callable[[PackedWeight, Array, int, _Frame], None]] = {

@@ -1,4 +1,9 @@
-"""Verifies a folder of `llmconv quantize`: its configuration, what it keeps, every scale, every code, and the cost."""
+"""Verifies a folder of `llmconv quantize`: its configuration, what it keeps, every scale, every code, and the cost.
+
+With `--method awq` norms are divided by powers of two, and the columns of the matrices behind them are multiplied with
+the same. Which factors a folder has is read off its norms; each matrix must have those of a norm of its layer, and the
+model with all factors, before it is rounded, must be the same function: its logits on the text are the model's.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +22,31 @@ from llmconv.causal_lm import length_of
 from llmconv.checkpoint import Checkpoint, is_model_folder, open_checkpoint, read_json
 from llmconv.compressed.folder import COMMAND, opened, plan_quantized
 from llmconv.compressed.rounding import SharedPeak
-from llmconv.compressed.schemes import SCHEMES, Scheme, Weight, scheme_of
-from llmconv.compressed.selection import HEAD, is_matrix, one_by_one, peak_of
+from llmconv.compressed.schemes import (
+    BASE_FORMATS,
+    HEAD,
+    SCHEMES,
+    IntegerOptions,
+    Scheme,
+    Weight,
+    kept_modules,
+    scheme_of,
+)
+from llmconv.compressed.selection import LAYER, is_matrix, one_by_one, peak_of
 from llmconv.convert.models.head_and_dtype import check_dtype, with_cast
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem
+from llmconv.export.quantization.quantized_tensor import multiplied
 from llmconv.output.manifest import graph_entries, read_manifest, single_pass_entries
 from llmconv.quantized_weights.packed_weight import peaks_of
 from llmconv.quantized_weights.quantized_checkpoint import FIELD, QuantizedCheckpoint, quantized_checkpoint
 from llmconv.runtime.runner import Runner
-from llmconv.tensors import LazyTensor, lists_by_key
+from llmconv.tensors import Array, LazyTensor, lists_by_key
 from llmconv.verify.audit.weights import audit_files
-from llmconv.verify.compressed.codes import audit_weight, global_problem
+from llmconv.verify.compressed.codes import Rounding, audit_weight, global_problem
 from llmconv.verify.other_exporters.quantized.accuracy import (
+    RELATIVE,
     AccuracyLimits,
+    check_gate,
     check_limits,
     difference,
     measure_costs,
@@ -42,15 +59,18 @@ from llmconv.verify.verification import Session
 METHOD = "codes"
 DTYPES = ("torch_dtype", "dtype")  # names of one field of `config.json`
 FREE = (*DTYPES, "transformers_version", FIELD)  # fields of `config.json` that may differ
-PLAIN = "plain rounding"
+PLAIN, FOLDED = "plain rounding", "factors"
+SAME = 1e-6
+"""Largest divergence in nats of a model with factors: they are powers of two, so its logits have the same bits."""
 
 
 def is_compressed(folder: Path) -> bool:
-    """Whether a folder has weights of compressed-tensors, and no graphs."""
+    """Whether a folder has weights of compressed-tensors or of `quantize`, and no graphs."""
     if not is_model_folder(folder) or graph_entries(folder) or single_pass_entries(folder):
         return False
     field = read_json(folder / "config.json").get(FIELD)
-    return isinstance(field, Mapping) and field.get("quant_method") == "compressed-tensors"
+    method = field.get("quant_method") if isinstance(field, Mapping) else None
+    return method == "compressed-tensors" or (method in BASE_FORMATS and bool(_recorded(folder)))
 
 
 @dataclass(frozen=True)
@@ -61,7 +81,8 @@ class CompressedFolder:
     stored: QuantizedCheckpoint
     reference: Checkpoint  # in the dtype that was quantized, experts one by one
     scheme: Scheme
-    is_plain: bool  # integers are rounded without a search
+    rounding: Rounding
+    has_factors: bool  # norms may be divided by factors
     report: Report
     session: Session
 
@@ -78,7 +99,7 @@ class CompressedFolder:
         stored = quantized_checkpoint(open_checkpoint(path))
         assert stored
         options = _recorded(path)
-        scheme = _scheme(path, stored.stored.config[FIELD])
+        scheme = _scheme(path, stored.stored.config[FIELD], options.get("scheme"))
         model, _ = opened(reference, adapters)
         dtype = str(options.get("dtype", "keep"))
         check_dtype(dtype)
@@ -86,7 +107,14 @@ class CompressedFolder:
         model = replace(model, tensors=dict(one_by_one(model.tensors, model.config)))
         report = session.new_report(path.name)
         report.reference, report.quantization = Path(reference).name, Quantization(preset=scheme.name)
-        return cls(path, stored, model, scheme, options.get("method") == "rtn", report, session)
+        method = options.get("method")
+        rounding = Rounding(
+            method == "rtn",
+            bool(options.get("calibrate")),
+            method == "gptq",
+            bool(scheme.integers and scheme.integers.symmetric),
+        )
+        return cls(path, stored, model, scheme, rounding, method == "awq", report, session)
 
     def checked(self, text: Path | None, limits: AccuracyLimits) -> Report:
         """The report, with all checks as they are made."""
@@ -101,11 +129,10 @@ class CompressedFolder:
         yield [audited("configuration", "config.json", list(self._configuration()), "as `quantize` writes it")]
         yield [audited("names", "config.json", list(self._names()), f"{len(self.stored.stored)} tensors")]
         kept = [name for name in self.reference if name in self.stored.stored and name not in self.stored.weights]
-        yield [
-            audited(
-                "kept tensors", "*.safetensors", list(self._kept(kept)), f"{len(kept)} are the model's, bit for bit"
-            )
-        ]
+        same = [name for name in kept if name not in self._divided]
+        passed = f"{len(same)} are the model's, bit for bit"
+        passed += f", and {len(self._divided)} are divided by powers of two" if self._divided else ""
+        yield [audited("kept tensors", "*.safetensors", list(self._kept(same)), passed)]
         yield [self._codes()]
         if not any(check.verdict == "fail" for check in self.report.checks):
             yield from self._cost(text, limits)
@@ -120,13 +147,17 @@ class CompressedFolder:
         for name in DTYPES:
             if name in found and str(found[name]).removeprefix("torch.") not in {*stated, *dtypes}:
                 yield f"`{name}` is {str(found[name])[:60]}, which is not the dtype of the model"
-        settings = found[FIELD]
-        ignore = settings.get("ignore")
-        names = isinstance(ignore, list) and all(isinstance(name, str) for name in ignore)
-        version = settings.get("version")
-        expected = self.scheme.settings(ignore if names else ()) | {"version": version}
+        yield from self._settings(found[FIELD])
+
+    def _settings(self, settings: Mapping[str, Any]) -> Iterator[str]:
+        """What is odd about the `quantization_config`, and the modules that it says are kept."""
+        ignore = kept_modules(settings)
+        names = ignore is not None and all(isinstance(name, str) for name in ignore)
+        expected = self.scheme.settings(ignore if ignore and names else ())
+        if self.scheme.format not in BASE_FORMATS and isinstance(settings.get("version"), str):
+            expected["version"] = settings["version"]
         same = json.dumps(settings, sort_keys=True) == json.dumps(expected, sort_keys=True)
-        if not names or not isinstance(version, str) or not same:
+        if ignore is None or not names or not same:
             yield f"`{FIELD}` is not that of `{self.scheme.name}`"
             return
         plain = {name: one for name, one in self.stored.stored.items() if name not in self.stored.weights}
@@ -180,12 +211,14 @@ class CompressedFolder:
         for names in groups.values():
             problems += self._global_problems(names)
             for name in names:
-                weight, original = self.stored.weights[name], self.reference[name]
-                found = audit_weight(weight, original, self.scheme.weights, is_plain=self.is_plain)
+                weight, original = self.stored.weights[name], self._with_factors(name)
+                dtype = self.reference[name].dtype
+                found = audit_weight(weight, original, dtype, self.scheme.weights, self.rounding)
                 problems += found.problems
                 row = {"graph": "*.safetensors", "tensor": name, "stored": self.scheme.format}
                 self.report.quantization.weights.append({**row, "relative_error": found.relative_error})
-        passed = f"{len(self.stored.weights)} weights: every scale that of {self.scheme.name}, every code the nearest"
+        how = "every code with the errors of feedback" if self.rounding.feedback else "every code the nearest"
+        passed = f"{len(self.stored.weights)} weights: every scale that of {self.scheme.name}, {how}"
         return replace(audited("codes", "*.safetensors", problems, passed), output=self.scheme.name)
 
     def _global_problems(self, names: Sequence[str]) -> list[str]:
@@ -211,25 +244,83 @@ class CompressedFolder:
             facts = ModelFacts(vocabulary, max_positions=length_of(config))
             sample = token_sample(text, self.reference.path, facts, self.session.selection.suite)
             graphs = [(self.scheme.name, self._runner(self.stored.plain.tensors))]
-            if self.scheme.integers and not self.is_plain:
+            if self.scheme.integers and not self.rounding.plain:
                 graphs.append((PLAIN, self._runner(self._plainly_rounded)))
+            if self._divided:
+                graphs.append((FOLDED, self._runner(self._folded)))
             costs = measure_costs(graphs, self._runner(self.reference.tensors), sample)
         except LlmconvError as error:
-            if limits.given:
+            if limits.given or self._divided:
                 yield [Check("cost", self.scheme.name, "", verdict="fail", detail=problem_of(error))]
             self.report.notes.append(f"the cost was not measured: {error.message}")
             return
+        if self._divided:
+            largest = costs.pop().summary(is_text=False).divergence["max"]
+            wrong = (
+                [] if largest <= SAME else [f"with its factors the model is another function, by {largest:.2g} nats"]
+            )
+            passed = f"{len(self._divided)} norms and the matrices behind them are the same function"
+            yield [audited(FOLDED, "*.safetensors", wrong, passed)]
         section.cost, *others = [one.summary(is_text=sample.is_text) for one in costs]
         section.rounding = others[0] if others else None
         section.excess = difference(*costs) if others else None
         if self.scheme.activations:
             self.report.notes.append("the cost is that of the weights alone: activations are rounded by the engine")
-        yield check_limits(section.cost, limits)
+        if limits.given or not sample.is_text:
+            yield check_limits(section.cost, limits)
+        else:
+            yield check_gate(self.scheme.name, RELATIVE, section.cost, section.excess)
+
+    @cached_property
+    def _divided(self) -> Mapping[str, Array]:
+        """Factors float32 by name of the vectors that are divided by them; powers of two, of which not all are 1."""
+        found: dict[str, Array] = {}
+        for name, wanted in self.reference.items() if self.has_factors else ():
+            stored = self.stored.stored.get(name)
+            if stored is None or len(wanted.shape) != 1 or (stored.dtype, stored.shape) != (wanted.dtype, wanted.shape):
+                continue
+            before, after = wanted.read().astype(np.float32), stored.read().astype(np.float32)
+            with np.errstate(all="ignore"):
+                factors = np.where(before == after, np.float32(1), before / after)
+                is_power = np.isfinite(factors) & (np.frexp(factors)[0] == 0.5) & (after * factors == before)
+            if is_power.all() and (factors != 1).any():
+                found[name] = factors
+        return found
+
+    def _with_factors(self, name: str) -> LazyTensor:
+        """The model's weight, its columns multiplied with those factors of its layer that fit the codes best."""
+        weight, layer = self.reference[name], LAYER.search(name)
+        if not self._divided or layer is None:
+            return weight
+        prefix, columns = name[: layer.end()], weight.shape[1]
+        candidates = {
+            factors.tobytes(): factors
+            for norm, factors in self._divided.items()
+            if norm.startswith(prefix) and factors.shape == (columns,)
+        }
+        sample = min(weight.shape[0], SAMPLE)
+        rows, values = weight.rows(0, sample).astype(np.float32), self.stored.weights[name].values(0, sample)
+
+        def error(factors: Array) -> float:
+            return float(((values - rows * factors) ** 2).sum() / max(((rows * factors) ** 2).sum(), 1e-30))
+
+        best = min([np.ones(columns, np.float32), *candidates.values()], key=error)
+        return multiplied(weight, best) if (best != 1).any() else weight
+
+    @cached_property
+    def _folded(self) -> Mapping[str, LazyTensor]:
+        """The model with its factors, before it is rounded."""
+        coded = {name: self._with_factors(name) for name in self.stored.weights}
+        return {
+            **self.reference.tensors,
+            **{name: self.stored.stored[name] for name in self._divided},
+            **{name: one for name, one in coded.items() if name in self.reference.tensors},
+        }
 
     @cached_property
     def _plainly_rounded(self) -> Mapping[str, LazyTensor]:
         """The values of the same weights with codes of the extreme values."""
-        plain = scheme_of(self.scheme.name, self.scheme.weights["group_size"], "rtn")
+        plain = scheme_of(self.scheme.name, IntegerOptions(self.scheme.weights["group_size"], "rtn"))
         kept = ["^" + re.escape(name) + "$" for name in self.reference if name not in self.stored.weights]
         found = quantized_checkpoint(plan_quantized(self.reference, plain, kept)[1])
         assert found
@@ -248,6 +339,9 @@ class CompressedFolder:
         return EagerRunner(folder, **options)
 
 
+SAMPLE = 64  # rows by which the factors of a matrix are told
+
+
 def _recorded(folder: Path) -> dict[str, Any]:
     """The options of the last `quantize` in the manifest; empty without one."""
     steps = [done for done in read_manifest(folder).steps if done.get("command") == COMMAND]
@@ -255,18 +349,35 @@ def _recorded(folder: Path) -> dict[str, Any]:
     return options if isinstance(options, dict) else {}
 
 
-def _scheme(folder: Path, settings: Mapping[str, Any]) -> Scheme:
-    """The scheme of a `quantization_config`; UnsupportedInput for one that `quantize` does not write."""
+def _scheme(folder: Path, settings: Mapping[str, Any], recorded: object) -> Scheme:
+    """The scheme of a `quantization_config`; InputRefused for one that `quantize` does not write.
+
+    AutoAWQ's says nothing of zero points, so that of the `recorded` name comes first.
+    """
+    form = settings.get("quant_method")
     groups = settings.get("config_groups")
     group = groups.get("group_0") if isinstance(groups, Mapping) else None
-    for scheme in SCHEMES.values():
-        if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
-            break
-        size = group["weights"].get("group_size")
+    fields = group.get("weights") if isinstance(group, Mapping) else None
+    size = (
+        settings.get("group_size")
+        if form in BASE_FORMATS
+        else fields.get("group_size")
+        if isinstance(fields, Mapping)
+        else None
+    )
+    for scheme in sorted(SCHEMES.values(), key=lambda one: one.name != recorded):
+        older = str(form) if form in BASE_FORMATS else None
+        options = IntegerOptions(size, base_format=older) if scheme.integers else IntegerOptions()
+        if older and not scheme.integers:
+            continue
         with suppress(UsageProblem):
-            found = scheme_of(scheme.name, size if scheme.integers else None)
-            same = group["weights"] == found.weights and (group.get("input_activations") or None) == found.activations
-            if same and settings.get("format") == found.format and len(groups or ()) == 1:
+            found = scheme_of(scheme.name, options)
+            if older and settings.get("group_size") == found.weights["group_size"]:
+                return found
+            if not isinstance(group, Mapping) or len(groups or ()) != 1:
+                continue
+            same = fields == found.weights and (group.get("input_activations") or None) == found.activations
+            if same and settings.get("format") == found.format:
                 return found
     raise InputRefused(
         f"the weights in `{folder}` are quantized in a way that `llmconv quantize` does not write",

@@ -12,6 +12,7 @@ The config has groups of modules whose weights are stored alike. Fields and defa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -174,7 +175,8 @@ def _zero_points(zeros: LazyTensor, name: str, outputs: int, scheme: WeightSchem
 
 METHOD = QuantizationMethod("compressed-tensors", open_compressed, (*ACTIVATIONS, "input_global_scale"))
 STRATEGIES = ("tensor", "channel", "group", "tensor_group", "block")
-LINEAR = "Linear"  # the class of nearly all quantized modules
+LINEAR, EMBEDDING = "Linear", "Embedding"  # the class of nearly all quantized modules, and that of tables
+EMBEDDINGS = re.compile(r"(?:^|\.)(?:embed\w*|\w*_embeddings?|wte|tok_embeddings)$")
 PATTERN = "re:"
 ORDERED_BY_GROUP = ("group", "dynamic", True)  # values of `actorder` that assign columns to groups by a stored index
 
@@ -209,8 +211,9 @@ class WeightSchemes:
         for target, scheme in self._schemes.items():
             if self._matches(target, module):
                 return scheme
-        if LINEAR in self._schemes:
-            return self._schemes[LINEAR]
+        for kind in (EMBEDDING, LINEAR) if EMBEDDINGS.search(module) else (LINEAR,):
+            if kind in self._schemes:
+                return self._schemes[kind]
         classes = {one for target, one in self._schemes.items() if not target.startswith(PATTERN) and "." not in target}
         choice = classes or set(self._schemes.values())
         if len(choice) != 1:

@@ -3,7 +3,8 @@
 Layout (`auto_gptq/nn_modules/qlinear`, `gptqmodel/nn_modules/qlinear`): `qweight` int32 (in·bits/32)×out, the codes of
 an output one below the other; `qzeros` int32 groups×(out·bits/32); `scales` groups×out; `g_idx` each input's group.
 In the format `gptq` the zero points are stored less one, in `gptq_v2` as they are. `dynamic` has other bits and groups
-for some modules, by regular expressions; what they are follows from the shapes and `g_idx`.
+for some modules, by regular expressions; what they are follows from the shapes and `g_idx`. Some writers say `gptq` and
+store symmetric zero points as `gptq_v2` has them (vLLM's pull request 38966 names models): their value tells.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _open(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any
         name,
         stem + SCALES,
         lambda: scales.read().T,
-        lambda: _checked(config, zero_points(zeros.read(), bits, less_one)[:, :outputs].T, bits, stem),
+        lambda: _zeros(config, zeros.read(), bits, less_one, stem)[:, :outputs].T,
         groups,
         Packing(1, partial(unpack, bits=bits), partial(pack, bits=bits, width=words.shape[0])),
         1 << bits,
@@ -116,10 +117,19 @@ def _groups(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, A
     return groups % height
 
 
-def _checked(config: Mapping[str, Any], zeros: Array, bits: int, stem: str) -> Array:
-    """Zero points; those of `sym` are the middle code, which some kernels assume without reading them."""
-    symmetric = config.get("sym") is True and not config.get("dynamic")
-    return require_middle(zeros, 1 << (bits - 1), stem + ZEROS) if symmetric else zeros
+def _zeros(config: Mapping[str, Any], words: Array, bits: int, less_one: bool, stem: str) -> Array:
+    """Zero points; those of `sym` are the middle code, which some kernels assume without reading them.
+
+    `dynamic` leaves modules out (`-:`), or has other settings for some, of which `sym` may be one.
+    """
+    middle, rules = 1 << (bits - 1), config.get("dynamic")
+    others = [rule for rule in rules.values() if isinstance(rule, Mapping)] if isinstance(rules, Mapping) else []
+    if config.get("sym") is not True or any("sym" in rule for rule in others):
+        return zero_points(words, bits, less_one)
+    as_stored = unpack(words, bits)
+    if less_one and (as_stored == middle).all():
+        return as_stored
+    return require_middle(zero_points(words, bits, less_one), middle, stem + ZEROS)
 
 
 def zero_points(words: Array, bits: int, less_one: bool) -> Array:

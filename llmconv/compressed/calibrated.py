@@ -1,0 +1,106 @@
+"""What a text adds to integers of 4 bits: columns that matter, factors of norms (AWQ), error feedback (GPTQ).
+
+The text runs through the model's float32 graph in pieces, as for `export --quant`, and the codes are the same
+(`llmconv.export.quantization`): the weights of one piece are in memory at a time, and codes with error feedback wait in
+an unnamed file beside the output.
+
+The factors of AWQ are powers of two. Columns of all matrices behind a norm are multiplied with them, and its weight is
+divided by them, which is exact: the folder has no tensor more than without, and engines compute the same function. A
+norm is left as it is if anything else reads it (a router), or if it adds 1 to its weight (Gemma).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import gettempdir
+
+import numpy as np
+
+from llmconv.checkpoint import Checkpoint, is_model_folder
+from llmconv.compressed.rounding import Measured
+from llmconv.compressed.schemes import Scheme
+from llmconv.compressed.selection import Selected
+from llmconv.errors import UnsupportedInput
+from llmconv.export.calibration import text_run
+from llmconv.export.language_model import open_language_model
+from llmconv.export.quantization.activation_aware import measure_activation_aware
+from llmconv.export.quantization.block_rounding import NONE, BlockFormat
+from llmconv.export.quantization.calibration import TextRun, column_importance
+from llmconv.export.quantization.quantized_tensor import Scratch
+from llmconv.export.quantization.selection import QuantizedWeight
+from llmconv.export.quantization.sequential_rounding import round_sequentially
+from llmconv.export.quantization.smoothing import Smoothing, coded, smoothing_groups
+from llmconv.export.weights import ONNX_TYPES
+from llmconv.files.paths import local_only
+from llmconv.files.weight_ranges import Mapped
+from llmconv.output.writer import Place
+from llmconv.runtime.tokenizer import CalibrationText
+from llmconv.tensors import Array, LazyTensor
+
+
+def require_plain_files(source: Checkpoint, selected: Selected, dtype: str) -> None:
+    """Raises UnsupportedInput: the text cannot run through the weights, which a graph maps as they are stored."""
+    if not is_model_folder(source.path) or not all(isinstance(one, Mapped) for one in source.values()):
+        changed = f" in {dtype}" if dtype != "keep" else ""
+        raise UnsupportedInput(
+            f"`--calibrate` runs a text through weights as they are stored, and this model is not stored{changed} yet",
+            hint="write it first, with `llmconv to-hf` or `llmconv merge-lora`, and quantize that folder",
+        )
+    if missing := next((name for name in selected.weights if name not in source.tensors), None):
+        raise UnsupportedInput(
+            f"`--calibrate` cannot measure `{missing}`, which is stored in one tensor with all experts",
+            hint="leave out `--calibrate`",
+        )
+
+
+def with_text(
+    source: Checkpoint, selected: Selected, scheme: Scheme, method: str | None, text: CalibrationText, output: Place
+) -> Selected:
+    """The same weights with what the text tells of them, and norms divided by factors.
+
+    Raises UnsupportedInput: no norm takes factors (`awq`), or the model has no graph that takes tokens; InputRefused:
+    the text is too short, or activations are not finite.
+    """
+    assert scheme.integers
+    run = text_run(open_language_model(source), source, {}, text, method)
+    kinds = {
+        name: QuantizedWeight(scheme.integers, False, ONNX_TYPES[one.tensor.dtype.name])
+        for name, one in selected.weights.items()
+    }
+    rounded, smoothing = {}, Smoothing()
+    if method == "gptq":
+        home = local_only(output) or Path(gettempdir(), output.name)
+        with Scratch.beside(home) as scratch:  # the codes stay mapped after the file is closed
+            rounded = round_sequentially(run, kinds, scratch)
+    importance = column_importance(run) if kinds.keys() - rounded.keys() else {}
+    if method == "awq":
+        smoothing = _smoothing(run, kinds, importance)
+    weights = {}
+    for name, one in selected.weights.items():
+        factors = smoothing.matrices.get(name, NONE)
+        measured = Measured(importance.get(name, NONE), factors, rounded.get(name))
+        weights[name] = replace(one, measured=measured)
+    norms = {name: _divided(selected.tensors[name], factors) for name, factors in smoothing.norms.items()}
+    return replace(selected, weights=weights, tensors={**selected.tensors, **norms})
+
+
+def _smoothing(run: TextRun, kinds: Mapping[str, QuantizedWeight], importance: Mapping[str, Array]) -> Smoothing:
+    pairs = [(run.traced, run.matches)]
+    if not smoothing_groups(pairs, coded(kinds, BlockFormat)):
+        raise UnsupportedInput(
+            "`--method awq` does not fit this model: no norm can be divided by factors",
+            hint="norms that add 1 to their weight and those that a router reads cannot; `--method gptq` fits all",
+        )
+    return measure_activation_aware(pairs, kinds, importance, run)
+
+
+def _divided(norm: LazyTensor, factors: Array) -> LazyTensor:
+    """A vector divided by powers of two with which the quotient is exact, in its own dtype."""
+
+    def rows(start: int, stop: int) -> Array:
+        quotient: Array = norm.rows(start, stop).astype(np.float32) / factors[start:stop]
+        return quotient.astype(norm.dtype.numpy)
+
+    return LazyTensor(norm.dtype, norm.shape, rows)
