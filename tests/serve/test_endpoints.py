@@ -100,7 +100,7 @@ def test_the_tokenizer_tells_its_special_tokens(client: TestClient) -> None:
 
 def test_embeddings_are_not_found_and_the_error_says_how(client: TestClient) -> None:
     response = client.post("/v1/embeddings", json={"input": "a"})
-    assert response.status_code == 404 and "llmconv embed" in response.json()["error"]["message"]
+    assert response.status_code == 404 and "--task embed" in response.json()["error"]["message"]
 
 
 def logged(model: TextModel, shows: bool) -> tuple[list[str], str]:
