@@ -27,7 +27,7 @@ from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.runtime.tokenizer import TooManyTokens, encode_prompt, load_tokenizer
 from llmconv.tensors import Array
 
-__all__ = ["Embedded", "Embedder", "TextFeatures", "embed", "embeds"]
+__all__ = ["Embedded", "Embedder", "TextFeatures", "embed"]
 # the output with one row per text, by role of the graph
 OUTPUTS = {"embed": "sentence_embedding", "classify": "logits", "rerank": "scores"}
 # the name of a result in JSON, by role of the graph

@@ -149,9 +149,13 @@ class EmbeddingReply:
             values = values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), 1e-12)
         self.found.update(zip(some.places, values.astype("<f4"), strict=True))
 
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.rows))
+
     def whole(self) -> Mapping[str, Any]:
         """The complete response."""
-        count = sum(map(len, self.rows))
+        count = self.prompt_tokens
         every = [self.found[at] for at in range(len(self.rows))]
         shown = [base64.b64encode(row.tobytes()).decode() if self.request.is_base64 else row.tolist() for row in every]
         data = [{"object": "embedding", "index": at, "embedding": one} for at, one in enumerate(shown)]

@@ -220,19 +220,23 @@ class ServedModel:
         shares = self._others.is_possible and not any(one.embeddings or one.scores_prompt for one in choices)
         places = places if places and shares and len(choices) > 1 else NoPlaces()
         going: list[Generator[ChoiceDelta]] = []
+        reading: Generator[ChoiceDelta] | None = None  # the answer whose prompt runs: one after another
         seen: set[tuple[int, ...]] = set()
         extra = 0
         try:
             while waiting or going:
-                while waiting and (not going or places.take()):
+                if waiting and (not going or (reading is None and places.take())):
                     extra += bool(going)
                     index, choice = waiting.popleft()
                     cached = 0 if choice.ids in seen else None
-                    if cached is None and shares and waiting and waiting[0][1].ids == choice.ids:
+                    several = choice.generates and waiting and waiting[0][1].ids == choice.ids
+                    if cached is None and shares and several:
                         cached = yield from self._prompt_read(index, choice)
                     seen.add(choice.ids)
-                    going.append(self._answer(index, choice, scored, cached))
+                    going.append(reading := self._answer(index, choice, scored, cached))
                 deltas = [(answer, next(answer, None)) for answer in going]
+                if any(answer is reading and not (delta and is_prompt(delta)) for answer, delta in deltas):
+                    reading = None
                 going = [answer for answer, delta in deltas if delta]
                 while extra > max(len(going) - 1, 0):
                     extra -= 1
@@ -394,6 +398,11 @@ class ServedModel:
                 parameter,
             )
         return min(room, self._max_new_tokens) if wanted is None else wanted
+
+
+def is_prompt(delta: ChoiceDelta) -> bool:
+    """Whether a step was one of the prompt."""
+    return not delta.tokens and not delta.finish
 
 
 def _rules(request: CompletionRequest) -> TokenRules | None:

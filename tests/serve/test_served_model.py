@@ -108,9 +108,8 @@ def test_answers_of_a_request_share_steps_and_are_those_of_one_by_one(model: Tex
 def test_a_request_that_ends_early_gives_its_places_back(model: TextModel) -> None:
     served, counted = ServedModel(model, "tiny"), CountedPlaces(4)
     steps = served.steps(served.choices(completion_request({"prompt": "Once", "max_tokens": 9, "n": 4})), counted)
-    for _ in range(3):
+    while counted.free > 1:  # an answer begins after the prompt of the one before it
         next(steps)
-    assert counted.free == 1
     steps.close()  # type: ignore[attr-defined]
     assert counted.free == 4
 
