@@ -130,6 +130,15 @@ def test_the_log_has_prompts_only_if_it_is_told_to(model: TextModel) -> None:
     assert all(SECRET in line for line in logged(model, True)[0])
 
 
+def test_the_log_names_fields_without_effect(model: TextModel) -> None:
+    lines: list[str] = []
+    app = make_app(ServedModel(model, "tiny"), Scheduler(2, 2), metrics=Metrics(lines.append))
+    with TestClient(app, base_url="http://localhost") as client:
+        client.post("/v1/completions", json={"prompt": SECRET, "max_tokens": 1, "temprature": 1, "a\nb": SECRET})
+    (line,) = lines
+    assert line.endswith(' ignored=["a\\nb","temprature"]') and SECRET not in line
+
+
 @pytest.fixture(scope="module")
 def adapted(chatting: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TestClient, list[Path]]]:
     """A server of graphs with inputs for adapters, and the folders of the model merged with each of two."""
