@@ -46,6 +46,13 @@ ENVIRONMENTS: dict[str, Steps] = {
         ),
     ),
     "openvino": (("openvino==2026.4.1", "numpy"),),
+    "langchain": (("langchain-openai==1.7.4", "langchain==1.5.0"),),
+    "litellm": (("litellm==1.110.2",),),
+    "instructor": (("instructor==1.17.0",),),
+    "pydantic-ai": (("pydantic-ai-slim[openai]==2.68.0",),),
+    "openai-agents": (("openai-agents==0.24.0",),),
+    "llama-index": (("llama-index-llms-openai-like==0.8.1", "llama-index-embeddings-openai-like==0.4.0"),),
+    "llm": (("llm==0.36",),),
     # the module `onnxruntime`; scripts add the packages of the main environment behind it
     "webgpu": (("--no-deps", "onnxruntime-webgpu==1.27.0"),),
     "lm-eval": (("lm-eval==0.4.13", "transformers==5.23.0"),),
@@ -68,9 +75,15 @@ ENVIRONMENTS: dict[str, Steps] = {
 }
 """Name to the arguments of each `pip install` after torch; LLM Foundry's own pins of torch are passed over."""
 
-WITHOUT_TORCH = {"chromedriver", "genai", "llama.cpp", "openvino", "smollm2", "webgpu"}
+OF_SERVE = ("langchain", "litellm", "instructor", "pydantic-ai", "openai-agents", "llama-index", "llm")
+"""Libraries that speak OpenAI's API."""
+
+WITHOUT_TORCH = {"chromedriver", "genai", "llama.cpp", "openvino", "smollm2", "webgpu", *OF_SERVE}
 
 NODE = {
+    "ai-sdk": (
+        *("openai@7.55.0", "ai@7.0.173", "@ai-sdk/openai@4.0.118", "@ai-sdk/openai-compatible@3.0.92", "zod@4.6.7"),
+    ),
     "azurite": ("azurite@3.35.0",),
     "chromium": ("@sparticuz/chromium@147.0.0", "puppeteer-core@24.43.1"),
     "transformersjs": ("@huggingface/transformers@4.3.1",),

@@ -1,11 +1,18 @@
-"""`llmconv serve` with many streams at once: tokens per second, the first token next to a long prompt, and memory."""
+"""`llmconv serve` with many streams at once: tokens per second, the first token next to a long prompt, and memory.
+
+And what a JSON schema of 40 fields costs per token, and how fast several answers to one request are. With `--small`
+one round and few requests, to see that it runs.
+"""
 
 from __future__ import annotations
 
 import http.client
 import json
+import os
 import random
+import shutil
 import statistics
+import string
 import subprocess
 import sys
 import time
@@ -16,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks import small_model
 from benchmarks.measure import FOLDER, Target, llmconv, report, run
@@ -24,6 +33,10 @@ STREAMS, NEW, ROUNDS = 16, 128, 3
 LONG, SHORT = 2000, 20  # tokens of prompts
 TOKENS = 16  # of the tokenizer
 FEW, MANY = 100, 5000  # requests after which memory is compared
+ANSWERS = 8  # of one request
+FIELDS = 40  # of the schema
+SMALL_ROUNDS, SMALL_MANY = 1, 300
+VOCABULARY, END = small_model.CONFIG["vocab_size"], "<|end|>"
 HEADERS = {"Content-Type": "application/json"}
 
 
@@ -40,9 +53,13 @@ def serving(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
         process.wait()
 
 
-def first_and_last(address: str, prompt: list[int], new: int) -> tuple[float, float]:
-    """Seconds from a request to the first token of its answer, and to its end, which comes after `new` tokens."""
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": new, "temperature": 0, "stream": True}
+def first_and_last(address: str, prompt: list[int], new: int, **fields: Any) -> tuple[float, float]:
+    """Seconds from a request to the first token of its answer, and to its end, which comes after `new` tokens.
+
+    Of `n` answers `new` is the number of tokens of all. `fields` are further ones of the request.
+    """
+    count = fields.get("n", 1)
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": new // count, "temperature": 0, "stream": True, **fields}
     body["stream_options"] = {"include_usage": True}
     client = http.client.HTTPConnection(address, timeout=600)
     started, first, made = time.perf_counter(), 0.0, 0
@@ -85,49 +102,130 @@ def first_next_to_a_long_prompt(address: str, seed: int) -> float:
     return first
 
 
-def memory_ratio(address: str, process: psutil.Process) -> float:
-    """Resident memory after many requests over that after few."""
+def answers_per_second(address: str, seed: int) -> float:
+    """Tokens per second of several answers to one request."""
+    new = ANSWERS * NEW
+    return (
+        new / first_and_last(address, prompt(SHORT, seed), new, n=ANSWERS, temperature=1, seed=seed, ignore_eos=True)[1]
+    )
+
+
+def schema() -> dict[str, Any]:
+    """An object of 40 required fields of five kinds, which needs more tokens than an answer of the benchmark has."""
+    kinds: list[dict[str, Any]] = [
+        {"type": "string", "maxLength": 12},
+        {"type": "integer", "minimum": 0, "maximum": 99999},
+        {"type": "boolean"},
+        {"enum": ["red", "green", "blue"]},
+        {"type": "array", "items": {"type": "number"}, "minItems": 1, "maxItems": 3},
+    ]
+    properties = {f"field_{at:02}": kinds[at % len(kinds)] for at in range(FIELDS)}
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def per_token(address: str, seed: int, **fields: Any) -> float:
+    """Milliseconds per token after the first one, of one stream."""
+    first, last = first_and_last(address, prompt(SHORT, seed), NEW, temperature=1, seed=seed, **fields)
+    return 1000 * (last - first) / (NEW - 1)
+
+
+def add_vocabulary(folder: Path) -> None:
+    """Gives a folder a byte-level tokenizer with as many tokens as the model has logits, of random pieces."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    usual, picks = [*string.ascii_letters, *string.digits, *'_-.,:{}[]"', "\u0120"], random.Random(0)
+    known, merges = dict.fromkeys(letters), list[tuple[str, str]]()
+    while len(known) < VOCABULARY - 1:
+        pair = (picks.choice(usual), picks.choice(usual))
+        if len(joined := "".join(pair)) <= 12 and joined not in known:
+            known[joined] = None
+            usual.append(joined)
+            merges.append(pair)
+    made = Tokenizer(models.BPE({piece: at for at, piece in enumerate(known)}, merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(END, special=True)])
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END).save_pretrained(folder)
+    end = {"eos_token_id": made.token_to_id(END)}
+    (folder / "generation_config.json").write_text(json.dumps(end))
+
+
+def with_vocabulary(folder: Path) -> Path:
+    """The same model with that tokenizer."""
+    worded = folder.with_name(f"{folder.name}-worded")
+    if not worded.exists():
+        shutil.copytree(folder, worded, copy_function=os.link)
+        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+            (worded / name).unlink(missing_ok=True)
+        add_vocabulary(worded)
+    return worded
+
+
+def memory_ratio(address: str, process: psutil.Process, most: int) -> float:
+    """Resident memory after `most` requests over that after few."""
     with ThreadPoolExecutor(STREAMS) as pool:
         list(pool.map(lambda seed: first_and_last(address, prompt(SHORT, seed), 2), range(FEW)))
         before = process.memory_info().rss
-        list(pool.map(lambda seed: first_and_last(address, prompt(SHORT, seed), 2), range(FEW, MANY)))
+        list(pool.map(lambda seed: first_and_last(address, prompt(SHORT, seed), 2), range(FEW, most)))
     return float(process.memory_info().rss / before)
 
 
 def main() -> int:
     """Measures, prints the table, and returns 1 if a target is missed."""
+    is_small = "--small" in sys.argv
+    rounds, requests = (SMALL_ROUNDS, SMALL_MANY) if is_small else (ROUNDS, MANY)
     folder = FOLDER / "served"
     if not folder.exists():
         run(llmconv("export", small_model.model(), "-o", folder))
+    taken: dict[str, list[float]] = {}
+
+    def note(name: str, figure: float) -> None:
+        taken.setdefault(name, []).append(figure)
+
     with serving(folder) as (address, process):
         first_and_last(address, prompt(SHORT, 0), 8)
-        one, many, alone, concurrent = [], [], [], []
-        for round_ in range(ROUNDS):
+        for round_ in range(rounds):
             seed = 1000 * (round_ + 1)
-            one.append(tokens_per_second(address, 1, seed))
-            many.append(tokens_per_second(address, STREAMS, seed + 100))
-            alone.append(first_and_last(address, prompt(SHORT, seed + 200), 1)[0])
-            concurrent.append(first_next_to_a_long_prompt(address, seed + 300))
-        growth = memory_ratio(address, process)
-    speed = [statistics.median(taken) for taken in (one, many)]
-    first = [1000 * statistics.median(taken) for taken in (alone, concurrent)]
+            note("one", tokens_per_second(address, 1, seed))
+            note("many", tokens_per_second(address, STREAMS, seed + 100))
+            note("answers", answers_per_second(address, seed + 150))
+            note("alone", 1000 * first_and_last(address, prompt(SHORT, seed + 200), 1)[0])
+            note("next to a long one", 1000 * first_next_to_a_long_prompt(address, seed + 300))
+        growth = memory_ratio(address, process, requests)
+    with serving(with_vocabulary(folder)) as (address, _):
+        per_token(address, 1, guided_json=schema())
+        for round_ in range(rounds):
+            note("free", per_token(address, round_ + 2, ignore_eos=True))
+            note("formed", per_token(address, round_ + 2, guided_json=schema()))
+    middle = {name: statistics.median(figures) for name, figures in taken.items()}
+    cost = middle["formed"] / middle["free"] - 1
     lines = [
         "| what | result |",
         "| --- | --- |",
-        f"| 1 stream of {NEW} tokens | {speed[0]:.1f} tokens/s |",
-        f"| {STREAMS} streams of {NEW} tokens | {speed[1]:.1f} tokens/s |",
-        f"| first token, prompt of {SHORT}, alone | {first[0]:.0f} ms |",
-        f"| first token while a prompt of {LONG} runs | {first[1]:.0f} ms |",
-        f"| memory after {MANY:,} requests over that after {FEW} | {growth:.3f} |",
+        f"| 1 stream of {NEW} tokens | {middle['one']:.1f} tokens/s |",
+        f"| {STREAMS} streams of {NEW} tokens | {middle['many']:.1f} tokens/s |",
+        f"| {ANSWERS} answers to one request, of {NEW} tokens each | {middle['answers']:.1f} tokens/s |",
+        f"| first token, prompt of {SHORT}, alone | {middle['alone']:.0f} ms |",
+        f"| first token while a prompt of {LONG} runs | {middle['next to a long one']:.0f} ms |",
+        f"| a token of 1 stream, vocabulary of {VOCABULARY:,} | {middle['free']:.1f} ms |",
+        f"| the same by a JSON schema of {FIELDS} fields | {middle['formed']:.1f} ms |",
+        f"| memory after {requests:,} requests over that after {FEW} | {growth:.3f} |",
     ]
+    shared, late = middle["many"] / middle["one"], (middle["next to a long one"] - 100) / middle["alone"]
     targets = [
-        Target(f"{STREAMS} streams: times the tokens per second of one", speed[1] / speed[0], 3.5, at_least=True),
-        Target("first token next to a long prompt, less 100 ms, over alone", (first[1] - 100) / first[0], 1.5),
-        Target(f"memory after {MANY:,} requests over that after {FEW}", growth, 1.05),
+        Target(f"{STREAMS} streams: times the tokens per second of one", shared, 3.5, at_least=True),
+        Target(
+            f"{ANSWERS} answers to one request: times the tokens per second of one",
+            middle["answers"] / middle["one"],
+            2.5,
+            at_least=True,
+        ),
+        Target("first token next to a long prompt, less 100 ms, over alone", late, 1.5),
+        Target(f"what a schema of {FIELDS} fields adds to a token", cost, 0.1),
+        Target(f"memory after {requests:,} requests over that after {FEW}", growth, 1.05),
     ]
     head = (
         f"A random 135 M Llama in float32, two threads, no guessed tokens (`--speculate off`), "
-        f"medians of {ROUNDS} rounds, clients in one process next to it."
+        f"medians of {rounds} rounds, clients in one process next to it."
     )
     return report("serve", "Many requests at once", "\n".join([head, "", *lines]), targets)
 

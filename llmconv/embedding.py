@@ -19,7 +19,7 @@ from llmconv.errors import InputRefused, MalformedInput, OutputFailed, UsageProb
 from llmconv.files.paths import Written
 from llmconv.files.safe_folder import replace_file, require_parents
 from llmconv.files.sources import local_path
-from llmconv.output.manifest import single_pass_entries
+from llmconv.output.manifest import graph_entries, single_pass_entries
 from llmconv.progress import warn
 from llmconv.runtime.onnxruntime.graph import SinglePassGraph
 from llmconv.runtime.onnxruntime.session_file import SessionOptions, session_settings
@@ -34,16 +34,25 @@ OUTPUTS = {"embed": "sentence_embedding", "classify": "logits", "rerank": "score
 RESULTS = {"embed": "embedding", "classify": "logits", "rerank": "score"}
 
 
+def embeds(folder: str | Path) -> bool:
+    """Whether the graphs in a folder return something about a text, and none continues it."""
+    home = Path(folder)
+    if not home.is_dir() or graph_entries(home):
+        return False
+    return any(entry.role in OUTPUTS for entry in single_pass_entries(home))
+
+
 class Embedder:
     """A model that returns one vector, or one score, per text; `role` is `embed`, `classify` or `rerank`.
 
     `folder` is one that `llmconv export --task` wrote; `settings` are those of onnxruntime; `rules` are the prompts and
-    the maximum length. Raises InputRefused if the folder has no such graph, or no tokenizer.
+    the maximum length, of which `most` is the one in force. Raises InputRefused if the folder has no such graph, or no
+    tokenizer.
     """
 
     @checked
     def __init__(self, folder: str | Path, settings: SessionSettings | None = None) -> None:
-        home = local_path(folder)
+        self.folder = home = local_path(folder)
         entries = [entry for entry in single_pass_entries(home) if entry.role in OUTPUTS]
         if not entries:
             problem = f"`{home}` has no graph that returns embeddings, classes or scores"
@@ -58,7 +67,7 @@ class Embedder:
             )
         self._tokenizer = load_tokenizer(home)
         limits = [self.rules.max_tokens or self._tokenizer.model_max_length, context_length(home)]
-        self._most = int(min(limit for limit in limits if limit))
+        self.most = int(min(limit for limit in limits if limit))
         self._padding = _padding(home, self._tokenizer)
 
     @checked
@@ -70,34 +79,46 @@ class Embedder:
         cut at its end, with a warning. Raises UsageProblem for no such prompt, InputRefused for a text without tokens.
         """
         require_least(batch_size, 1, "batch_size")
-        tokens = self._tokens([self.rules.text(text, prompt_name) for text in texts])
+        tokens = self.tokens(texts, prompt_name)
         order = sorted(range(len(tokens)), key=lambda at: len(tokens[at]))
         rows: dict[int, Array] = {}
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
-            # int64 [batch, tokens], with padding on the right
-            ids = np.full((len(batch), max(len(tokens[at]) for at in batch)), self._padding, dtype=np.int64)
-            mask = np.zeros_like(ids)
-            for row, at in enumerate(batch):
-                ids[row, : len(tokens[at])], mask[row, : len(tokens[at])] = tokens[at], 1
-            found = self._graph.run(ids, mask)[OUTPUTS[self.role]]
-            rows.update(zip(batch, found, strict=True))
+            rows.update(zip(batch, self.run([tokens[at] for at in batch]), strict=True))
         return np.stack([rows[at] for at in range(len(tokens))]) if rows else np.zeros((0, 0), dtype=np.float32)
 
-    def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of every text, cut to the maximum; the special tokens at the end are kept."""
-        made, texts = [], list(texts)
+    def run(self, tokens: Sequence[Sequence[int]]) -> Array:
+        """The results of token ids, at least one row, in one run of the graph: float32 [rows, features] or [rows]."""
+        # int64 [batch, tokens], with padding on the right
+        ids = np.full((len(tokens), max(map(len, tokens))), self._padding, dtype=np.int64)
+        mask = np.zeros_like(ids)
+        for row, one in enumerate(tokens):
+            ids[row, : len(one)], mask[row, : len(one)] = one, 1
+        return self._graph.run(ids, mask)[OUTPUTS[self.role]]
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens of the tokenizer."""
+        return len(self._tokenizer)
+
+    def tokens(self, texts: Sequence[str], prompt_name: str | None = None, *, cuts: bool = True) -> list[list[int]]:
+        """Token ids of every text after its prompt; special tokens at the end are kept where a text is cut.
+
+        Without `cuts` a text that is longer than the maximum has more ids than it. Raises UsageProblem for no such
+        prompt, InputRefused for a text without tokens.
+        """
+        made, texts = [], [self.rules.text(text, prompt_name) for text in texts]
         for at, text in enumerate(texts):
             try:
-                made.append(encode_prompt(self._tokenizer, text, most=self._most))
+                made.append(encode_prompt(self._tokenizer, text, most=self.most))
             except TooManyTokens as error:
                 made.append(error.ids)
                 texts[at] = error.beginning
-        long = [at for at, ids in enumerate(made) if len(ids) > self._most]
+        long = [at for at, ids in enumerate(made) if len(ids) > self.most] if cuts else []
         if long:
-            warn(f"{len(long)} of {len(texts)} texts are longer than {self._most} tokens and were cut at their end")
+            warn(f"{len(long)} of {len(texts)} texts are longer than {self.most} tokens and were cut at their end")
         for at in long:
-            made[at] = self._tokenizer(texts[at], truncation=True, max_length=self._most)["input_ids"]
+            made[at] = self._tokenizer(texts[at], truncation=True, max_length=self.most)["input_ids"]
         return made
 
 

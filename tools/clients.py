@@ -45,6 +45,8 @@ def main() -> None:
         (environments.python, "chromedriver"),
         (environments.python, "smollm2"),
         (environments.python, "webgpu"),
+        *((environments.python, name) for name in environments.OF_SERVE),
+        (environments.node, "ai-sdk"),
     ):
         print(f"{name}: {make(name)}")
     if problem := no_adapter(environments.folder("webgpu")):

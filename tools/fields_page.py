@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from llmconv.serve.field_table import ALL, IGNORED, REFUSED, SUPPORTED, TABLE, FieldRow
+from llmconv.serve.field_table import ENDPOINTS, IGNORED, REFUSED, SUPPORTED, TABLE, FieldRow
 from tools.marked_page import MarkedPage
 
 PAGE = MarkedPage(Path("docs/serving.md"), "<!-- fields: written by `make docs` -->", "<!-- end of fields -->")
@@ -15,8 +15,8 @@ ORDER = (SUPPORTED, IGNORED, REFUSED)
 def table() -> str:
     """One row per field and meaning, supported ones first; rows of the same words share a line."""
     lines = [
-        "| field | chat | completions | responses | what it does, or what to use in its place |",
-        "| --- | --- | --- | --- | --- |",
+        "| field | chat | completions | responses | embeddings | what it does, or what to use in its place |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for status in ORDER:
         same: dict[tuple[tuple[str, ...], str], list[FieldRow]] = {}
@@ -25,7 +25,7 @@ def table() -> str:
                 same.setdefault((row.endpoints, row.note), []).append(row)
         for (endpoints, note), rows in same.items():
             names = ", ".join(f"`{row.name}`" for row in rows)
-            cells = " | ".join(status if one in endpoints else "" for one in ALL)
+            cells = " | ".join(status if one in endpoints else "" for one in ENDPOINTS)
             lines.append(f"| {names} | {cells} | {note} |")
     return "\n".join(lines)
 

@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, cast
 
 import click
+from click.core import ParameterSource
 
 from llmconv.cli import generation_options, options
 from llmconv.cli.command_group import Command
 from llmconv.cli.options import option
+from llmconv.errors import UsageProblem
 from llmconv.progress import say, warn
 
 API_KEY = "LLMCONV_API_KEY"
+# options without effect on a model with embeddings
+OF_TEXTS = (
+    *("max_new_tokens", "system", "template", "tool_parser", "reasoning_parser", "backend", "first_export", "decode"),
+    *("tokenizer", "adapters", "prefix_tuning", "speculate", "form", "device", "dtype", "stage_at", "stage_timeout"),
+    "trust_remote_code",
+)
 LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+def refuse_given(names: Sequence[str]) -> None:
+    """Raises UsageProblem for options that were given, and have no effect."""
+    context = click.get_current_context()
+    for name in names:
+        if context.get_parameter_source(name) not in (None, ParameterSource.DEFAULT, ParameterSource.DEFAULT_MAP):
+            written = next(one.opts[0] for one in context.command.params if one.name == name)
+            problem = f"`{written}` has no effect: the graphs of this folder have embeddings"
+            raise UsageProblem(problem, hint="leave it out")
 
 
 @click.command("serve", cls=Command)
@@ -60,13 +79,20 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 def command(model: str, as_json: bool, **given: Any) -> None:
     """Serve FOLDER on localhost: OpenAI's API under /v1, a chat page at /.
 
+    A folder of `export --task embed` has /v1/embeddings alone.
+
     Stops on Ctrl-C or SIGTERM; running answers get three more seconds.
     """
+    from llmconv.embedding import Embedder, embeds
     from llmconv.generation.generate import opener
+    from llmconv.runtime.onnxruntime.session_file import session_settings
     from llmconv.serve import ServerSettings, serve
 
+    is_embedder = embeds(model)
+    if is_embedder:
+        refuse_given(OF_TEXTS)
     given["adapter"], adapters = generation_options.adapters_of(given.pop("adapters"))
-    model = generation_options.with_graphs(model, given) if not adapters else model
+    model = generation_options.with_graphs(model, given) if not adapters and not is_embedder else model
     given.pop("first_export", None)
     settings = ServerSettings(**generation_options.without_running(given), adapters=adapters)
     if settings.host not in LOCAL and not settings.api_key:
@@ -77,4 +103,9 @@ def command(model: str, as_json: bool, **given: Any) -> None:
         if as_json:
             click.echo(json.dumps({"address": address, "model": served}))
 
-    serve(opener(model, cast(Any, given)), settings, on_ready)
+    session = cast(Any, given)
+    serve(
+        (lambda: Embedder(model, session_settings(session))) if is_embedder else opener(model, session),
+        settings,
+        on_ready,
+    )

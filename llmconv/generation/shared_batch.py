@@ -40,14 +40,19 @@ class SharedBatch(SharedSteps):
         self._joined: list[Member] = []  # in the order of the rows of the cache
         self._cache: JoinedCache | None = None
 
-    def takes(self, rows: Sequence[Row]) -> bool:
-        """Whether these rows, which run together until then, are one that may run with others."""
+    @property
+    def is_possible(self) -> bool:
+        """Whether the graphs let rows run together that begin and end at different times."""
         runner = self._runner
         has_fixed_size = runner.max_batch_size is not None or runner.cache_capacity is not None
-        if len(rows) != 1 or has_fixed_size or runner.virtual_tokens or runner.extra_inputs:
+        return bool(not (has_fixed_size or runner.virtual_tokens or runner.extra_inputs) and runner.runs_rows_apart)
+
+    def takes(self, rows: Sequence[Row]) -> bool:
+        """Whether these rows, which run together until then, are one that may run with others."""
+        if len(rows) != 1 or not self.is_possible:
             return False
         (row,) = rows
-        return not row.embeddings and runner.runs_rows_apart and runner.reads_in_parts(row.length + row.room)
+        return not row.embeddings and self._runner.reads_in_parts(row.length + row.room)
 
     def rest(self, batch: Batch) -> Iterator[TextPiece]:
         """The pieces of the only row of `batch`, whose prompt has run; one `next()` runs one step, or a few.

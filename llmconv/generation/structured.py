@@ -39,6 +39,14 @@ LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")  # keywords whose value is a 
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # an object of schemas
 SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
 VALUES = ("required", "const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+# keywords that llguidance 1.9 refuses, or `with_options` in some schemas
+UNENFORCED = frozenset(
+    [
+        *("not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains", "propertyNames"),
+        *("dependentSchemas", "dependentRequired", "minProperties", "unevaluatedProperties", "unevaluatedItems"),
+    ]
+)
+LOOK_AROUND = re.compile(r"\(\?(?:[=!]|<[=!])")
 OF_SCHEMA = "start: %json "
 # any tokens of the bytes that may come, not only llguidance's own choice of them
 ANY_TOKENS = '\n%llguidance {"no_forcing": true}\n'
@@ -140,6 +148,17 @@ def with_options(schema: Any, name: str) -> dict[str, Any]:
         _require_exact(one, f"`{name}` at `{place}`")
     # as llguidance's options of the schema as a whole
     return {**made, "x-guidance": {"whitespace_pattern": WHITE_SPACE, "json_allowed_escapes": ESCAPES}}
+
+
+def loosened(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a JSON Schema without what llguidance cannot enforce, in every schema of it."""
+    made: dict[str, Any] = json.loads(json.dumps(schema))
+    for _, _, one in _schemas(made):
+        for key in UNENFORCED & one.keys():
+            del one[key]
+        if isinstance(one.get("pattern"), str) and LOOK_AROUND.search(one["pattern"]):
+            del one["pattern"]
+    return made
 
 
 def _require_countable(schema: Mapping[str, Any], where: str) -> None:

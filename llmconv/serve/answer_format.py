@@ -11,7 +11,7 @@ from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.generation import TextModel
 from llmconv.generation.chat_templates import find_template, takes_tools
 from llmconv.generation.prompts import TOKENIZER
-from llmconv.generation.structured import Structure, library
+from llmconv.generation.structured import Structure, library, loosened
 from llmconv.runtime.tokenizer import TokenDecoder
 from llmconv.serve.answer_forms import schemas_with_options, with_short_ids
 from llmconv.serve.answer_parser import AnswerParser, HarmonyParser, TextParser
@@ -144,11 +144,35 @@ class AnswerFormat:
             return False
 
     def _forced(self, request: CompletionRequest, name: str) -> Structure:
+        """The form of calls that have to come.
+
+        Of a tool that is not `strict` what cannot be enforced is left out of its schema.
+        """
         tools, frame = request.tools, DIALECTS[name].frame
         assert frame
         several = tools.several and tools.choice not in tools.schemas
-        grammar = forced_grammar(frame, schemas_with_options(tools.forced), self._special, several)
-        return Structure(grammar, "tool_choice")
+
+        def form(schemas: Mapping[str, Mapping[str, Any]]) -> Structure:
+            grammar = forced_grammar(frame, schemas_with_options(schemas), self._special, several)
+            return Structure(grammar, "tool_choice")
+
+        loose = tools.forced.keys() - tools.strict
+        if not loose or self._compiles(lambda: form(tools.forced)):
+            return form(tools.forced)
+        schemas = {one: loosened(schema) if one in loose else schema for one, schema in tools.forced.items()}
+        if self._compiles(lambda: form(schemas)):
+            return form(schemas)
+        return form({one: {"type": "object"} if one in loose else schema for one, schema in tools.forced.items()})
+
+    def _compiles(self, make: Callable[[], Structure]) -> bool:
+        """Whether a form can be enforced; also where none can, for another reason, which is told later."""
+        try:
+            self._model.grammars.require(make(), self._model.defaults.eos_token_id)
+        except (ApiError, UsageProblem):
+            return False
+        except UnsupportedInput:
+            return True
+        return True
 
     def _text(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids)))

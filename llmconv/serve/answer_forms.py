@@ -21,6 +21,7 @@ from llmconv.serve.fields import ApiError, Fields, checked_text
 MAX_TOOLS = 128
 NO_PARAMETERS = {"properties": {}, "additionalProperties": False}
 AUTO, NONE, REQUIRED = "auto", "none", "required"
+ALLOWED = "allowed_tools"  # type of a choice among some of the tools
 NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 # vLLM's names of the kinds of structured output, below `structured_outputs` or after `guided_`
 KINDS: dict[str, tuple[Any, Callable[[Any, str], Structure]]] = {
@@ -52,7 +53,7 @@ class ToolUse:
 
     Attributes:
         given: the tools as they were given, for the chat template.
-        schemas: the JSON Schema of the arguments of each tool by name.
+        schemas: the JSON Schema of the arguments of each tool that may be called, by name.
         choice: `auto`, `none`, `required`, or the name of the tool to call.
         several: whether an answer may have several calls.
         strict: names of the tools whose arguments have to be valid in every call.
@@ -105,7 +106,7 @@ def structure_of(fields: Fields) -> Structure | None:
     if inner.flag("json_object"):
         place = "structured_outputs.json_object"
         found.append((place, _structure(Structure.of_schema, {"type": "object"}, place)))
-    inner.nothing_else(frozenset())
+    inner.nothing_else()
     if len(found) > 1:
         names = " and ".join(f"`{name}`" for name, _ in found)
         raise ApiError(f"{names} both set the form of the text: give one of them", parameter=found[1][0])
@@ -121,8 +122,9 @@ def _response_format(wanted: dict[str, Any]) -> Structure | None:
     kind = wanted.get("type")
     if kind == "text":
         return None
-    if kind == "json_object":
-        return _structure(Structure.of_schema, {"type": "object"}, "response_format")
+    if kind == "json_object":  # with a schema as llama.cpp's server, Together and Fireworks take it
+        given = wanted.get("schema")
+        return _structure(Structure.of_schema, {"type": "object"} if given is None else given, "response_format.schema")
     given = wanted.get("json_schema")
     if kind != "json_schema" or not isinstance(given, dict) or not isinstance(given.get("schema"), dict):
         problem = (
@@ -150,8 +152,23 @@ def tools_of(fields: Fields) -> ToolUse:
             raise ApiError(f"`{where}.type` must be 'object': arguments have names", parameter=where)
         schemas[function["name"]] = schema
         strict |= {function["name"]} if function.get("strict") is True else set()
+    if isinstance(choice, dict) and choice.get("type") == ALLOWED:
+        choice, schemas = _allowed(choice.get(ALLOWED), schemas)
     wanted = _choice(choice, schemas)
-    return ToolUse(tuple(given), schemas, wanted, several is not False, frozenset(strict))
+    return ToolUse(tuple(given), schemas, wanted, several is not False, frozenset(strict & schemas.keys()))
+
+
+def _allowed(given: Any, schemas: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The choice, and the schemas of the tools that may be called; the chat template has the others, too."""
+    mode, tools = (given.get("mode"), given.get("tools")) if isinstance(given, dict) else (None, None)
+    functions = [
+        one.get("function") if isinstance(one, dict) else None for one in (tools if isinstance(tools, list) else ())
+    ]
+    names = [one.get("name") if isinstance(one, dict) else None for one in functions]
+    if mode not in (AUTO, REQUIRED) or not names or not all(isinstance(one, str) and one in schemas for one in names):
+        problem = f"`tool_choice.{ALLOWED}` must have the mode 'auto' or 'required', and names of some of `tools`"
+        raise ApiError(problem, parameter="tool_choice")
+    return mode, {name: schemas[name] for name in schemas if name in names}
 
 
 def _function(tool: Any, where: str) -> dict[str, Any]:
@@ -200,7 +217,8 @@ def template_fields(fields: Fields) -> Mapping[str, Any]:
             where = f"chat_template_kwargs.{name[:80]}"
             raise ApiError(f"`{where}` is no variable of a chat template", parameter=where)
     checked_text(json.dumps(given, ensure_ascii=False), "chat_template_kwargs")
-    effort = fields.take("reasoning_effort", str)
+    reasoning = Fields(fields.take("reasoning", dict) or {}, "reasoning.")
+    effort = fields.take("reasoning_effort", str) or reasoning.take("effort", str)
     return given if effort is None else {"reasoning_effort": effort, **given}
 
 

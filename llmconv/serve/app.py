@@ -16,8 +16,8 @@ import ipaddress
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, TypeVar
@@ -35,13 +35,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmconv.errors import LlmconvError, UsageProblem
+from llmconv.serve.embeddings import EmbeddingReply, EmbeddingRequest, ServedEmbedder, embedding_request
 from llmconv.serve.fields import ApiError, as_api_error
 from llmconv.serve.metrics import FORMAT, Metrics, RequestRecord
 from llmconv.serve.openai_schema import CompletionRequest, chat_request, completion_request, parse_json
 from llmconv.serve.replies import KEEP_ALIVE, Reply, ResponseBuilder
 from llmconv.serve.responses import ResponsesReply, response_request
 from llmconv.serve.scheduler import Job, Scheduler
-from llmconv.serve.served_model import ChoiceDelta, ServedModel
+from llmconv.serve.served_model import Deltas, ServedModel
 from llmconv.serve.tokenizing import info_of, text_of, tokens_of
 
 # paths without API key: the page asks the user for the key, and a monitor has none
@@ -150,7 +151,7 @@ KEEP_ALIVE_SECONDS = 15  # a stream without new text for this long gets a commen
 class Endpoints:
     """The handlers of all routes, over a model, its adapters and their scheduler."""
 
-    served: ServedModel
+    served: ServedModel | ServedEmbedder
     scheduler: Scheduler
     adapters: Sequence[ServedModel] = ()  # the same model with an adapter each
     metrics: Metrics = field(default_factory=Metrics)
@@ -158,20 +159,22 @@ class Endpoints:
 
     async def page(self, request: HttpRequest) -> Response:
         """`GET /`, with its content security policy."""
+        self._named(None)
         text, policy = _page()
         return HTMLResponse(text, headers={"Content-Security-Policy": policy, "Cache-Control": "no-cache"})
 
     async def health(self, request: HttpRequest) -> Response:
         """`GET /health`: 200 while requests are accepted."""
-        kinds = {"chat": self.served.chats, "images": self.served.sees}
-        known = {"model": self.served.name, **kinds, "defaults": self.served.defaults}
+        served, known = self.served, {"model": self.served.name, "chat": False, "images": False}
+        if isinstance(served, ServedModel):
+            known |= {"chat": served.chats, "images": served.sees, "defaults": served.defaults}
         return JSONResponse({"status": "ok", **known, **self.scheduler.load()})
 
     async def models(self, request: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": [self._model(one) for one in (self.served, *self.adapters)]})
 
     async def model(self, request: HttpRequest) -> Response:
-        return JSONResponse(self._model(self._named(request.path_params["name"])))
+        return JSONResponse(self._model(self._one(request.path_params["name"])))
 
     async def chat(self, request: HttpRequest) -> Response:
         return await self._answer(request, chat_request, ResponseBuilder)
@@ -190,9 +193,39 @@ class Endpoints:
         return await self._answer(request, parse, lambda found, *given: ResponsesReply(found, shown[0], *given))
 
     async def embed(self, request: HttpRequest) -> Response:
-        """`POST /v1/embeddings`: this server generates texts."""
-        problem = "this model generates texts, and has no embeddings: `llmconv embed FOLDER` runs a model that has them"
-        raise ApiError(problem, status=404, code="no_embeddings")
+        """`POST /v1/embeddings`; 404 for a model that generates texts."""
+        served = self.served
+        if not isinstance(served, ServedEmbedder):
+            problem = "this model generates texts, and has no embeddings: `llmconv serve` a folder of "
+            raise ApiError(f"{problem}`llmconv export MODEL --task embed`", status=404, code="no_embeddings")
+        body = await read_body(request)
+        record = self.metrics.begin(request.url.path)
+
+        def read() -> tuple[EmbeddingRequest, list[list[int]]]:
+            content = parse_json(body)
+            record.note(content)
+            found = embedding_request(content)
+            self._one(found.model)
+            return found, served.rows(found)
+
+        with ended(record):
+            found, rows = await while_connected(request, self.scheduler.call(read))
+            record.unknown, record.model = found.unknown, served.name
+            reply = EmbeddingReply(found, served.name, rows)
+            job = self.scheduler.submit(served.steps(rows))
+
+            async def gather() -> None:
+                async for some in job.items():
+                    if some is not None:
+                        reply.add(some)
+
+            try:
+                await while_connected(request, gather())
+            finally:
+                job.cancel()
+            answer = await asyncio.to_thread(lambda: JSONResponse(reply.whole()))  # of up to millions of numbers
+        record.end(200, reply.prompt_tokens)
+        return answer
 
     async def tokenize(self, request: HttpRequest) -> Response:
         content = parse_json(await read_body(request))
@@ -200,7 +233,7 @@ class Endpoints:
 
     async def tokenizer_info(self, request: HttpRequest) -> Response:
         """`GET /tokenizer_info`, as vLLM's: what lm-eval needs to use `/tokenize`."""
-        return JSONResponse(info_of(self.served))
+        return JSONResponse(info_of(self._named(None)))
 
     async def detokenize(self, request: HttpRequest) -> Response:
         content = parse_json(await read_body(request))
@@ -211,6 +244,14 @@ class Endpoints:
         return Response(self.metrics.text(self.scheduler.load()), media_type=FORMAT)
 
     def _named(self, name: str | None) -> ServedModel:
+        """The model of that name, which generates texts; ApiError for an unknown one, and for one of embeddings."""
+        found = self._one(name)
+        if isinstance(found, ServedEmbedder):
+            problem = "this model has embeddings, and generates no texts: use /v1/embeddings"
+            raise ApiError(problem, status=404, code="no_texts")
+        return found
+
+    def _one(self, name: str | None) -> ServedModel | ServedEmbedder:
         """The model of that name, None for the one without adapter; ApiError for an unknown one."""
         base = self.served
         if name is None:
@@ -222,10 +263,10 @@ class Endpoints:
         problem = f"the model `{str(name)[:80]}` does not exist; this server has {known}"
         raise ApiError(problem, status=404, parameter="model", code="model_not_found")
 
-    def _model(self, served: ServedModel) -> dict[str, Any]:
+    def _model(self, served: ServedModel | ServedEmbedder) -> dict[str, Any]:
         known = {"id": served.name, "object": "model", "created": self.created, "owned_by": "llmconv"}
         parent = {} if served is self.served else {"parent": self.served.name}
-        return {**known, **parent, "context_length": served.model.context_length}
+        return {**known, **parent, "context_length": served.context_length}
 
     async def _answer(
         self, http: HttpRequest, parse: Callable[[Any], CompletionRequest], build: Callable[..., Reply]
@@ -238,26 +279,34 @@ class Endpoints:
             record.note(content)
             return parse(content)
 
-        try:
+        with ended(record):
             request = await asyncio.to_thread(read) if len(body) > SMALL_BODY else read()
+            record.unknown = request.unknown
             served = self._named(request.model)
             record.model = served.name
             choices = await while_connected(http, self.scheduler.call(lambda: served.choices(request)))
             reply = build(request, served.name, choices, served.format.id_of_call, served.bytes_of)
-            job = self.scheduler.submit(served.steps(choices))
+            job = self.scheduler.submit(served.steps(choices, self.scheduler))
             if request.stream:
                 headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
                 stream = events(job, reply, record)
                 return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
             await collect(http, job, reply, record)
-        except ClientDisconnect:
-            record.end(CLOSED)
-            raise
-        except Exception as error:
-            record.end(as_api_error(error).status)
-            raise
         record.end(200, reply.prompt_tokens, reply.completion_tokens)
         return JSONResponse(reply.whole())
+
+
+@contextmanager
+def ended(record: RequestRecord) -> Iterator[None]:
+    """Counts a request that fails, by its status."""
+    try:
+        yield
+    except ClientDisconnect:
+        record.end(CLOSED)
+        raise
+    except Exception as error:
+        record.end(as_api_error(error).status)
+        raise
 
 
 async def read_body(http: HttpRequest) -> bytes:
@@ -286,12 +335,12 @@ async def read_body(http: HttpRequest) -> bytes:
     return bytes(body)
 
 
-async def collect(http: HttpRequest, job: Job[ChoiceDelta], reply: Reply, record: RequestRecord) -> None:
+async def collect(http: HttpRequest, job: Job[Deltas], reply: Reply, record: RequestRecord) -> None:
     """Waits for the whole answer; raises ClientDisconnect if the client disconnects first."""
 
     async def gather() -> None:
-        async for delta in job.items():
-            if delta is not None:
+        async for deltas in job.items():
+            for delta in deltas or ():
                 if delta.tokens:
                     record.token()
                 reply.add(delta)
@@ -320,18 +369,19 @@ async def _wait_for_disconnect(http: HttpRequest) -> None:
         pass
 
 
-async def events(job: Job[ChoiceDelta], reply: Reply, record: RequestRecord) -> AsyncIterator[bytes]:
+async def events(job: Job[Deltas], reply: Reply, record: RequestRecord) -> AsyncIterator[bytes]:
     """The event stream of an answer; the job is canceled when the client disconnects."""
     status = CLOSED
     try:
-        async for delta in job.items(every=KEEP_ALIVE_SECONDS):
-            if delta is None:
+        async for deltas in job.items(every=KEEP_ALIVE_SECONDS):
+            if deltas is None:
                 yield KEEP_ALIVE
                 continue
-            if delta.tokens:
-                record.token()
-            for chunk in reply.chunks(delta):
-                yield chunk
+            for delta in deltas:
+                if delta.tokens:
+                    record.token()
+                for chunk in reply.chunks(delta):
+                    yield chunk
         for chunk in reply.last():
             yield chunk
         status = 200
@@ -364,7 +414,7 @@ async def on_disconnect(request: HttpRequest, error: Exception) -> Response:
 
 
 def make_app(
-    served: ServedModel,
+    served: ServedModel | ServedEmbedder,
     scheduler: Scheduler,
     access: AccessRules | None = None,
     adapters: Sequence[ServedModel] = (),
@@ -373,7 +423,7 @@ def make_app(
     """The app, which starts and stops the scheduler's thread.
 
     Args:
-        served: the model.
+        served: the model, which generates texts or has embeddings.
         scheduler: runs the answers.
         access: who may send requests; by default programs and pages of this machine.
         adapters: the same model with an adapter each, by names of their own.

@@ -1,6 +1,10 @@
 """What the server does with each field of a request: the parser refuses and ignores by this table, docs show it.
 
-Sources: OpenAI's API reference; vLLM's page on its OpenAI-compatible server, for the fields that are not OpenAI's.
+A field is refused where leaving it out would give another answer than its sender expects. Names without a row are
+ignored, since clients send fields of their own to every server; the log has these names.
+
+Sources: OpenAI's API reference; vLLM's page on its OpenAI-compatible server, llama.cpp's on its server, and SGLang's on
+structured outputs, for the fields that are not OpenAI's.
 """
 
 from __future__ import annotations
@@ -10,8 +14,9 @@ from typing import Any
 
 from llmconv.serve.fields import ApiError, Fields
 
-CHAT, COMPLETIONS, RESPONSES = "chat", "completions", "responses"
-BOTH, ALL = (CHAT, COMPLETIONS), (CHAT, COMPLETIONS, RESPONSES)
+CHAT, COMPLETIONS, RESPONSES, EMBEDDINGS = "chat", "completions", "responses", "embeddings"
+BOTH, ALL = (CHAT, COMPLETIONS), (CHAT, COMPLETIONS, RESPONSES)  # those that generate
+ENDPOINTS = (*ALL, EMBEDDINGS)
 SUPPORTED, IGNORED, REFUSED = "supported", "ignored", "refused"
 
 
@@ -50,7 +55,16 @@ TABLE = (
         include="`message.output_text.logprobs`; the others are ignored",
         stream="events as OpenAI's, in its order",
     ),
-    *_rows(SUPPORTED, ALL, model="may be omitted; the model, an adapter's name, or `MODEL:ADAPTER`"),
+    *_rows(
+        SUPPORTED,
+        (EMBEDDINGS,),
+        input="a text, token ids of the model's own tokenizer, or a list of up to 2048 of either",
+        encoding_format="`float` or `base64`",
+        dimensions="the first numbers of each embedding, scaled to length 1",
+        prompt_name="the model's own prompt in front of each text; default: the folder's",
+        truncate="true cuts what is too long at its end, as `llmconv embed` does; else it is refused",
+    ),
+    *_rows(SUPPORTED, ENDPOINTS, model="may be omitted; the model, an adapter's name, or `MODEL:ADAPTER`"),
     *_rows(SUPPORTED, ALL, temperature="0 to 2; above 0 it turns on sampling", top_p="0 to 1; turns on sampling"),
     *_rows(
         SUPPORTED,
@@ -90,6 +104,7 @@ TABLE = (
         tool_choice="`auto`, `none`, `required`, or a function",
         parallel_tool_calls="false ends the answer after its first call",
         reasoning_effort="goes to the chat template",
+        reasoning="`effort` goes to the chat template, as `reasoning_effort` does",
         chat_template_kwargs="variables of the chat template",
         add_generation_prompt="false: the answer does not begin with the template's words for one",
         continue_final_message="whether the last message, the assistant's, is continued; true without it",
@@ -133,21 +148,36 @@ TABLE = (
     FieldRow("allowed_token_ids", BOTH, REFUSED, "use `guided_choice` or `logit_bias`"),
     FieldRow("logits_processors", BOTH, REFUSED, "no code of a request runs", ([],)),
     FieldRow("truncate_prompt_tokens", BOTH, REFUSED, "give a shorter prompt"),
+    FieldRow("truncate_prompt_tokens", (EMBEDDINGS,), REFUSED, "use `truncate`"),
+    FieldRow("extra_body", BOTH, REFUSED, "give its fields beside the others", ({},)),
+    FieldRow("grammar", BOTH, REFUSED, "use `guided_grammar`", ("",)),
+    FieldRow("ebnf", BOTH, REFUSED, "use `guided_grammar`", ("",)),
+    FieldRow("regex", BOTH, REFUSED, "use `guided_regex`", ("",)),
+    FieldRow("json_schema", BOTH, REFUSED, "use `response_format`, or `guided_json`"),
+    FieldRow("n_predict", BOTH, REFUSED, "use `max_tokens`", (-1,)),
+    FieldRow("repeat_penalty", BOTH, REFUSED, "use `repetition_penalty`", (1, 1.0)),
+    FieldRow("typical_p", BOTH, REFUSED, "use `top_p` or `min_p`", (1, 1.0)),
+    FieldRow("mirostat", BOTH, REFUSED, "use `top_p` or `min_p`", (0,)),
+    FieldRow("dry_multiplier", BOTH, REFUSED, "use `repetition_penalty`", (0, 0.0)),
+    FieldRow("xtc_probability", BOTH, REFUSED, "use `min_p` and `temperature`", (0, 0.0)),
+    FieldRow("enable_thinking", (CHAT,), REFUSED, "use `chat_template_kwargs`"),
 )
 
 
-def finish(fields: Fields, endpoint: str) -> None:
-    """Raises ApiError for what is left of a request: what the table refuses, and names that it does not have."""
-    ignored = set()
+def finish(fields: Fields, endpoint: str) -> tuple[str, ...]:
+    """The names in a request that no row has; ApiError for what the table refuses, and fields of other endpoints."""
     for row in TABLE:
         if endpoint not in row.endpoints or row.status == SUPPORTED:
             continue
-        ignored.add(row.name)
         value = fields.take(row.name, object)
         if row.status == REFUSED and value is not None and not any(_same(value, one) for one in row.neutral):
             problem = f"`{row.name}` is not supported: {row.note}"
             raise ApiError(problem, parameter=row.name, code="unsupported_parameter")
-    fields.nothing_else(frozenset(ignored))
+    for name in fields.left:
+        if others := [one for row in TABLE if row.name == name and row.status == SUPPORTED for one in row.endpoints]:
+            problem = f"`{name}` is a field of requests for {' and '.join(dict.fromkeys(others))}, not of this one"
+            raise ApiError(problem, parameter=name, code="unsupported_parameter")
+    return tuple(fields.left)
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -110,9 +110,14 @@ class Fields:
         except OverflowError:
             raise self._wrong(name, words) from None
 
-    def nothing_else(self, ignored: frozenset[str]) -> None:
-        """Raises ApiError for a remaining field that is not `ignored`; a misspelled one would have no effect."""
-        for name in sorted(self._left.keys() - ignored):
+    @property
+    def left(self) -> list[str]:
+        """The names of fields that nothing has taken, null ones left out, in alphabetical order."""
+        return sorted(name for name, value in self._left.items() if value is not None)
+
+    def nothing_else(self) -> None:
+        """Raises ApiError for a remaining field: where a misspelled one would change what the others mean."""
+        for name in self.left:
             shown = f"{self._prefix}{name[:80]}"
             raise ApiError(f"unrecognized request argument: {shown}", parameter=shown, code="unknown_parameter")
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)  # seconds
 CUT = 2000  # characters of a request in the log
+MOST_NAMES, MOST_OF_NAME = 8, 40  # ignored fields in the log, and characters of each
 
 
 @dataclass
@@ -71,6 +72,7 @@ class RequestRecord:
         self._first: float | None = None
         self._ended = False
         self.model, self.request = "", ""
+        self.unknown: Sequence[str] = ()  # names of fields that have no effect
 
     def note(self, request: Any) -> None:
         """Keeps the text of a request for the log, if the log has it."""
@@ -98,6 +100,9 @@ class RequestRecord:
             first = "-" if self._first is None else f"{self._first:.3f}s"
             counts = f"prompt={prompt} new={new} first={first} total={seconds:.3f}s"
             shown = f" request={self.request}" if self.request else ""
+            if self.unknown:
+                names = [name[:MOST_OF_NAME] for name in self.unknown[:MOST_NAMES]]
+                shown = f" ignored={json.dumps(names, separators=(',', ':'))}{shown}"
             metrics.log(f"{self._path} {status} model={self.model or '-'} {counts}{shown}")
 
 

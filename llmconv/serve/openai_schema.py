@@ -1,4 +1,4 @@
-"""OpenAI's requests, parsed strictly: `field_table.py` says which fields are refused by name, and which are ignored.
+"""OpenAI's requests: values are checked, and `field_table.py` says which fields are refused by name or ignored.
 
 Images in messages are parts of type `image_url` whose URL contains the image; the server fetches nothing.
 
@@ -76,6 +76,7 @@ class CompletionRequest:
     structure: Structure | None = None  # the form of the text
     tools: ToolUse = ToolUse()
     template_fields: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
+    unknown: tuple[str, ...] = ()  # names of fields that have no effect
 
     @property
     def is_chat(self) -> bool:
@@ -164,12 +165,11 @@ def _request(fields: Fields, endpoint: str, max_tokens: int | None, logprobs: in
     """The fields that both endpoints have; ApiError for what is left."""
     options = Fields(fields.take("stream_options", dict) or {}, "stream_options.")
     usage, in_chunks = options.flag("include_usage"), options.flag("continuous_usage_stats")
-    options.flag("include_obfuscation")
-    options.nothing_else(frozenset())
     sampling, stream, model = _sampling(fields, max_tokens, logprobs), fields.flag("stream"), fields.take("model", str)
     structure, token_ids = structure_of(fields), fields.flag("return_tokens_as_token_ids")
-    finish(fields, endpoint)
+    unknown = finish(fields, endpoint)
     many: dict[str, Any] = {"usage_in_chunks": usage and in_chunks, "logprobs": logprobs, "token_ids": token_ids}
+    many["unknown"] = unknown
     return CompletionRequest(model, (), (), sampling, stream, usage, structure=structure, **many)
 
 
@@ -249,9 +249,11 @@ def _message(message: Any, where: str, images: list[bytes], before: Sequence[Map
         known = ", ".join(f"'{name}'" for name in ROLES)
         raise ApiError(f"`{where}.role` must be one of {known}", parameter=f"{where}.role")
     calls, content = calls_of(message, where), message.get("content")
+    if role == "assistant" and content is None and not calls and "content" in message:
+        content = message.get("refusal") or ""  # clients repeat an answer without a text as it came
     if content is None and not calls:
         found = "is null" if "content" in message else "is missing"
-        problem = f"`{where}.content` {found} but must be a text: only messages with `tool_calls` need none"
+        problem = f"`{where}.content` {found} but must be a text: only messages of the assistant need none"
         raise ApiError(problem, parameter=f"{where}.content")
     made = {
         "role": ROLES[role],
@@ -281,9 +283,10 @@ def _part(part: Any, where: str, images: list[bytes]) -> dict[str, str]:
             raise ApiError(f"a chat has at most {MAX_IMAGES} images", parameter=where)
         images.append(image_of(part, where))
         return {"type": "image"}
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in ("text", "refusal") or not isinstance(text := part.get(kind), str):
         raise ApiError(f"`{where}` must be a part of type 'text' or 'image_url'", parameter=where)
-    return {"type": "text", "text": checked_text(part["text"], where)}
+    return {"type": "text", "text": checked_text(text, where)}
 
 
 def _prompts(prompt: str | list[Any] | None) -> tuple[str | tuple[int, ...], ...]:

@@ -17,7 +17,7 @@ from llmconv.generation.token_rules import TokenLogprob
 from llmconv.serve.fields import ApiError
 from llmconv.serve.openai_schema import CompletionRequest
 from llmconv.serve.served_model import ChoiceDelta, CompletionChoice
-from llmconv.serve.tool_dialects import CALL, CONTENT
+from llmconv.serve.tool_dialects import CALL, CONTENT, REASONING
 
 ARGUMENTS = 512  # characters of the arguments of a call in one event
 DONE = b"data: [DONE]\n\n"
@@ -80,6 +80,8 @@ class ResponseBuilder:
         if chat and self.request.stream:
             self._head["object"] = "chat.completion.chunk"
         self._begun: set[int] = set()
+        self._kinds: dict[int, str] = {}  # kind of the latest part of each answer
+        self.reasoning_tokens = 0  # those after which the latest part was one of reasoning
         self._waiting: list[TokenLogprob] = []  # those of a step that the next event has
 
     def add(self, delta: ChoiceDelta) -> None:
@@ -97,6 +99,8 @@ class ResponseBuilder:
                 calls.append({"id": identity, "type": "function", "function": function})
             else:
                 (self.texts if part.kind == CONTENT else self.reasoning).setdefault(delta.choice, []).append(part.text)
+            self._kinds[delta.choice] = part.kind
+        self.reasoning_tokens += delta.tokens * (self._kinds.get(delta.choice) == REASONING)
 
     def whole(self) -> dict[str, Any]:
         """The complete response, for a request without `stream`."""
@@ -162,7 +166,7 @@ class ResponseBuilder:
 
     def _message(self, index: int, text: str) -> dict[str, Any]:
         calls = self.calls.get(index)
-        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         if reasoning := "".join(self.reasoning.get(index, [])):
             message["reasoning_content"] = reasoning
         return {**message, "tool_calls": calls} if calls else message
@@ -218,6 +222,7 @@ class ResponseBuilder:
             "completion_tokens": self.completion_tokens,
             "total_tokens": count + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
     def _chunk(self, index: int, delta: dict[str, Any], finish: str | None) -> bytes:

@@ -10,10 +10,11 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmconv.generation.token_rules import TokenLogprob
+from llmconv.serve.answer_forms import ALLOWED
 from llmconv.serve.field_table import RESPONSES, finish
 from llmconv.serve.fields import ApiError, Fields
 from llmconv.serve.openai_schema import MAX_TOKENS, MAX_TOP_LOGPROBS, CompletionRequest, chat_request
@@ -22,7 +23,8 @@ from llmconv.serve.tool_dialects import CALL, CONTENT, REASONING
 
 ARGUMENTS = 512  # characters of the arguments of a call in one event
 LOGPROBS = "message.output_text.logprobs"
-TEXTS = ("input_text", "output_text", "text")
+# types of parts that are texts, and the field that has the text
+TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 MESSAGE = re.compile(r"messages\[(\d+)\]")
 
 
@@ -48,7 +50,7 @@ def response_request(content: Any) -> tuple[CompletionRequest, Mapping[str, Any]
         "top_p": fields.number("top_p", float, 0, 1),
     }
     model, stream = fields.take("model", str), fields.flag("stream")
-    finish(fields, RESPONSES)
+    unknown = finish(fields, RESPONSES)
     wanted = LOGPROBS in include
     chat: dict[str, Any] = {
         **picking,
@@ -77,7 +79,7 @@ def response_request(content: Any) -> tuple[CompletionRequest, Mapping[str, Any]
         "top_logprobs": top or 0,
     }
     try:
-        return chat_request(chat), shown
+        return replace(chat_request(chat), unknown=unknown), shown
     except ApiError as error:
         raise _renamed(error, places) from None
 
@@ -156,8 +158,8 @@ def _content(given: Any, where: str) -> str | list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     for at, part in enumerate(given):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind in TEXTS:
-            made.append({"type": "text", "text": part.get("text")})
+        if isinstance(kind, str) and kind in TEXTS:
+            made.append({"type": "text", "text": part.get(TEXTS[kind])})
         elif kind == "input_image":
             detail = part.get("detail", "auto")
             made.append({"type": "image_url", "image_url": {"url": part.get("image_url"), "detail": detail}})
@@ -178,6 +180,10 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
 def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     if not isinstance(choice, dict):
         return choice
+    if choice.get("type") == ALLOWED:
+        given = choice.get("tools")
+        tools = [_choice(one) for one in given] if isinstance(given, list) else given
+        return {"type": ALLOWED, ALLOWED: {"mode": choice.get("mode"), "tools": tools}}
     return {"type": choice.get("type"), "function": {"name": choice.get("name")}}
 
 

@@ -81,6 +81,7 @@ class Scheduler:
         self._waiting: deque[Job[Any]] = deque()
         self._calls: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._is_preparing = False  # a call runs
+        self._further = 0  # places of further answers of active jobs
         self._change = threading.Condition()
         self._deadline: float | None = None
         self._ended = False
@@ -115,6 +116,18 @@ class Scheduler:
             self._calls.append((future, function))
             self._change.notify_all()
         return await asyncio.wrap_future(future)
+
+    def take(self) -> bool:
+        """Takes a free place for a further answer of an active job, unless jobs wait for it."""
+        with self._change:
+            is_free = not self._waiting and len(self._active) + self._further < self._most_active
+            self._further += is_free
+            return is_free
+
+    def give(self) -> None:
+        """Gives the place of a further answer back."""
+        with self._change:
+            self._further -= 1
 
     def load(self) -> dict[str, int]:
         """The number of active and of waiting requests."""
@@ -188,7 +201,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Moves waiting jobs to free places; with the lock held."""
-        while self._waiting and len(self._active) < self._most_active:
+        while self._waiting and len(self._active) + self._further < self._most_active:
             job = self._waiting.popleft()
             job.started = time.monotonic()
             self._active.append(job)

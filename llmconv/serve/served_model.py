@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.generation import Conversation, GenerationSettings, TextModel
@@ -63,6 +63,29 @@ class ChoiceDelta:
     logprobs: tuple[TokenLogprob, ...] = ()  # those of tokens whose text has come with this or earlier steps
 
 
+Deltas = tuple[ChoiceDelta, ...]
+
+
+class Places(Protocol):
+    """Places for answers that are generated at the same time, beyond one per request."""
+
+    def take(self) -> bool:
+        """Takes a place if one is free."""
+
+    def give(self) -> None:
+        """Gives one back."""
+
+
+class NoPlaces:
+    """No further place."""
+
+    def take(self) -> bool:
+        return False
+
+    def give(self) -> None:
+        """Nothing was taken."""
+
+
 class ServedModel:
     """A model with its public name (`name`, which clients send) and the server's limits.
 
@@ -101,6 +124,10 @@ class ServedModel:
                     raise
                 warn(f"{error.message}: chat requests are refused unless `--template` gives another")
         token_ids(model.tokenizer, "a")  # the first call changes a tokenizer; later ones run while others decode
+
+    @property
+    def context_length(self) -> int | None:
+        return self.model.context_length
 
     @property
     def chats(self) -> bool:
@@ -183,37 +210,98 @@ class ServedModel:
             return self._bytes[token]
         return self.shown([token]).encode("utf-8", "replace") if not self._bytes else b""
 
-    def steps(self, choices: Sequence[CompletionChoice]) -> Iterator[ChoiceDelta]:
-        """Generates the answers in sequence, so that a request uses one cache at a time."""
-        scored: dict[tuple[int, ...], tuple[TokenLogprob, ...]] = {}
-        for index, choice in enumerate(choices):
-            if choice.scores_prompt and choice.ids not in scored:
-                scored[choice.ids] = yield from self._scored(index, choice)
-            if choice.echo or choice.scores_prompt:
-                yield ChoiceDelta(index, choice.echo, 0, "", logprobs=scored.get(choice.ids, ()))
-            if not choice.generates:
-                yield ChoiceDelta(index, "", 0, "length")
-                continue
-            # tokens do not tell images apart, so prompts with images keep no cache
-            conversation = Conversation() if choice.embeddings else self._conversations.continued(choice.ids)
-            past = conversation.past([choice.ids], self.model.runner)
-            cached = 0 if choice.scores_prompt else past.tokens if past else 0
-            placed = [choice.embeddings()] if choice.embeddings else []
-            parser = choice.plan.parser
-            given: dict[str, Any] = {"embeddings": placed, "others": self._others, "decode": choice.decode}
-            pieces = self.model.stream([choice.ids], choice.settings, conversation, self._prompt_step, **given)
-            paced = self._paced(pieces, self._prompt_step)
-            try:
-                plain = plainly(index, paced, choice.every_logprob)
-                for delta in apart(plain, parser(), choice.calls) if parser else plain:
-                    if choice.echo and delta.logprobs:
-                        moved = (replace(one, start=one.start + len(choice.echo)) for one in delta.logprobs)
-                        delta = replace(delta, logprobs=tuple(moved))
-                    yield replace(delta, cached=cached) if cached else delta
-                    cached = 0
-            finally:
-                pieces.close()  # keeps its cache
-                self._conversations.keep(conversation)
+    def steps(self, choices: Sequence[CompletionChoice], places: Places | None = None) -> Iterator[Deltas]:
+        """Generates the answers; each item has what one step adds to those that are generated at the time.
+
+        The first has a place; others begin next to it, in steps that they share, as long as `places` gives them one,
+        and in sequence otherwise, so that a request uses one cache at a time.
+        """
+        waiting, scored = deque(enumerate(choices)), dict[tuple[int, ...], tuple[TokenLogprob, ...]]()
+        shares = self._others.is_possible and not any(one.embeddings or one.scores_prompt for one in choices)
+        places = places if places and shares and len(choices) > 1 else NoPlaces()
+        going: list[Generator[ChoiceDelta]] = []
+        reading: Generator[ChoiceDelta] | None = None  # the answer whose prompt runs: one after another
+        seen: set[tuple[int, ...]] = set()
+        extra = 0
+        try:
+            while waiting or going:
+                if waiting and (not going or (reading is None and places.take())):
+                    extra += bool(going)
+                    index, choice = waiting.popleft()
+                    cached = 0 if choice.ids in seen else None
+                    several = choice.generates and waiting and waiting[0][1].ids == choice.ids
+                    if cached is None and shares and several:
+                        cached = yield from self._prompt_read(index, choice)
+                    seen.add(choice.ids)
+                    going.append(reading := self._answer(index, choice, scored, cached))
+                deltas = [(answer, next(answer, None)) for answer in going]
+                if any(answer is reading and not (delta and is_prompt(delta)) for answer, delta in deltas):
+                    reading = None
+                going = [answer for answer, delta in deltas if delta]
+                while extra > max(len(going) - 1, 0):
+                    extra -= 1
+                    places.give()
+                if found := tuple(delta for _, delta in deltas if delta):
+                    yield found
+        finally:
+            for answer in going:
+                answer.close()
+            for _ in range(extra):
+                places.give()
+
+    def _prompt_read(self, index: int, choice: CompletionChoice) -> Generator[Deltas, None, int]:
+        """Runs a prompt that several answers have, for its cache; returns the number of tokens that had run before."""
+        conversation = self._conversations.continued(choice.ids)
+        past = conversation.past([choice.ids], self.model.runner)
+        greedy = self.model.defaults.but(max_new_tokens=1, do_sample=False, num_beams=1)
+        pieces = self.model.stream([choice.ids], greedy, conversation, self._prompt_step)
+        try:
+            for _ in self._paced(pieces, self._prompt_step):
+                yield (ChoiceDelta(index, "", 0, ""),)
+        finally:
+            pieces.close()
+            self._conversations.keep(conversation)
+        return past.tokens if past else 0
+
+    def _answer(
+        self,
+        index: int,
+        choice: CompletionChoice,
+        scored: dict[tuple[int, ...], tuple[TokenLogprob, ...]],
+        cached: int | None,
+    ) -> Generator[ChoiceDelta]:
+        """One answer. `scored` has the log-probabilities of prompts so far.
+
+        `cached` tokens of the prompt were in a cache before this request; None for those that are in one now.
+        """
+        if choice.scores_prompt and choice.ids not in scored:
+            scored[choice.ids] = yield from self._scored(index, choice)
+            cached = 0
+        if choice.echo or choice.scores_prompt:
+            yield ChoiceDelta(index, choice.echo, 0, "", logprobs=scored.get(choice.ids, ()))
+        if not choice.generates:
+            yield ChoiceDelta(index, "", 0, "length")
+            return
+        # tokens do not tell images apart, so prompts with images keep no cache
+        conversation = Conversation() if choice.embeddings else self._conversations.continued(choice.ids)
+        past = conversation.past([choice.ids], self.model.runner)
+        cached = (past.tokens if past else 0) if cached is None else cached
+        placed = [choice.embeddings()] if choice.embeddings else []
+        parser = choice.plan.parser
+        given: dict[str, Any] = {"embeddings": placed, "others": self._others, "decode": choice.decode}
+        pieces = self.model.stream([choice.ids], choice.settings, conversation, self._prompt_step, **given)
+        paced = self._paced(pieces, self._prompt_step)
+        try:
+            plain = plainly(index, paced, choice.every_logprob)
+            for delta in apart(plain, parser(), choice.calls) if parser else plain:
+                if choice.echo and delta.logprobs:
+                    moved = (replace(one, start=one.start + len(choice.echo)) for one in delta.logprobs)
+                    delta = replace(delta, logprobs=tuple(moved))
+                yield replace(delta, cached=cached) if cached else delta
+                cached = 0
+        finally:
+            pieces.close()  # keeps its cache
+            self._conversations.keep(conversation)
 
     def _scored(self, index: int, choice: CompletionChoice) -> Generator[ChoiceDelta, None, tuple[TokenLogprob, ...]]:
         """The log-probabilities of a prompt, whose cache is kept for its answer; each step yields an empty piece."""
@@ -310,6 +398,11 @@ class ServedModel:
                 parameter,
             )
         return min(room, self._max_new_tokens) if wanted is None else wanted
+
+
+def is_prompt(delta: ChoiceDelta) -> bool:
+    """Whether a step was one of the prompt."""
+    return not delta.tokens and not delta.finish
 
 
 def _rules(request: CompletionRequest) -> TokenRules | None:

@@ -29,12 +29,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmconv.argument_checks import checked
+from llmconv.embedding import Embedder, embeds
 from llmconv.errors import OutputFailed, UsageProblem, printable
 from llmconv.files.sources import remove_downloads
 from llmconv.generation import TextModel
 from llmconv.generation.prompts import TOKENIZER
 from llmconv.progress import say, warn
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.serve.app import AccessRules, make_app
+from llmconv.serve.embeddings import ServedEmbedder
 from llmconv.serve.fields import ApiError
 from llmconv.serve.metrics import Metrics
 from llmconv.serve.scheduler import Scheduler
@@ -84,7 +87,7 @@ class ServerSettings:
 
 @checked
 def serve(
-    open_model: Callable[[], TextModel] | TextModel | str | Path,
+    open_model: Callable[[], TextModel | Embedder] | TextModel | Embedder | str | Path,
     settings: ServerSettings | None = None,
     on_ready: Callable[[str, str], None] | None = None,
 ) -> None:
@@ -92,32 +95,22 @@ def serve(
 
     Args:
         open_model: opens the model, called after the port is open, so that a port in use is reported before a model
-            is loaded; or the model itself, or its folder.
+            is loaded; or the model itself, or its folder. One with embeddings takes of the settings address, name,
+            limits and access rules.
         settings: address, limits and access rules.
         on_ready: called with the address and the model name when requests are accepted.
 
     Raises:
         OutputFailed: the port cannot be opened.
         InputRefused: the model cannot be run.
+        UsageProblem: a classifier or a reranker, for which there is no endpoint.
     """
     settings = settings or ServerSettings()
     access = AccessRules((*settings.allow_hosts, settings.host), settings.allow_origins, settings.api_key)
     with listen(settings.host, settings.port) as listener:
-        model = TextModel.open(open_model) if isinstance(open_model, str | Path) else open_model
-        model = model if isinstance(model, TextModel) else model()
-        given: dict[str, Any] = {
-            "template": settings.template,
-            "system": settings.system,
-            "max_new_tokens": settings.max_new_tokens,
-            "tool_parser": settings.tool_parser,
-            "reasoning_parser": settings.reasoning_parser,
-        }
-        names = [settings.name or model.folder.resolve().name, *settings.adapters]
-        pools = [ConversationPool(settings.parallel, models=len(names)) for _ in names]
-        served = ServedModel(model, names[0], pool=pools[0], **given)
-        adapters = with_adapters(served, settings.adapters, pools[1:], given)
-        if not served.chats:
-            warn("the tokenizer has no chat template: chat requests are refused unless `--template` gives one")
+        model = opened(open_model) if isinstance(open_model, str | Path) else open_model
+        model = model if isinstance(model, TextModel | Embedder) else model()
+        served, adapters = _served(model, settings)
         scheduler = Scheduler(settings.parallel, settings.queue)
         metrics = Metrics(lambda line: say(printable(line)), settings.log_prompts)
         server = _Server(make_app(served, scheduler, access, adapters, metrics), scheduler, settings.grace)
@@ -130,6 +123,34 @@ def serve(
         sys.stdout.flush()
         remove_downloads()
         os._exit(0)
+
+
+def opened(folder: str | Path, settings: SessionSettings | None = None) -> TextModel | Embedder:
+    """The model of a folder, or the embedder if its graphs have embeddings; raises as `TextModel.open`."""
+    return Embedder(folder, settings) if embeds(folder) else TextModel.open(folder, settings=settings)
+
+
+def _served(
+    model: TextModel | Embedder, settings: ServerSettings
+) -> tuple[ServedModel | ServedEmbedder, list[ServedModel]]:
+    """The model as it is served, and with each adapter."""
+    name = settings.name or model.folder.resolve().name
+    if isinstance(model, Embedder):
+        return ServedEmbedder(model, name), []
+    given: dict[str, Any] = {
+        "template": settings.template,
+        "system": settings.system,
+        "max_new_tokens": settings.max_new_tokens,
+        "tool_parser": settings.tool_parser,
+        "reasoning_parser": settings.reasoning_parser,
+    }
+    names = [name, *settings.adapters]
+    pools = [ConversationPool(settings.parallel, models=len(names)) for _ in names]
+    served = ServedModel(model, name, pool=pools[0], **given)
+    adapters = with_adapters(served, settings.adapters, pools[1:], given)
+    if not served.chats:
+        warn("the tokenizer has no chat template: chat requests are refused unless `--template` gives one")
+    return served, adapters
 
 
 def with_adapters(

@@ -26,7 +26,6 @@ def tokens_of(named: Callable[[str | None], ServedModel], content: Any) -> dict[
     special, texts = fields.take("add_special_tokens", bool), fields.flag("return_token_strs")
     prompt = fields.take("prompt", str)
     chat = {name: value for name in OF_CHAT if (value := fields.take(name, object)) is not None}
-    fields.nothing_else(frozenset())
     if (prompt is None) == ("messages" not in chat):
         raise ApiError("give `prompt`, or `messages`", parameter="prompt")
     model = served.model
@@ -48,7 +47,6 @@ def text_of(named: Callable[[str | None], ServedModel], content: Any) -> dict[st
     """The answer of `/detokenize`: the text of `tokens`, special ones included; ApiError for invalid fields."""
     fields = Fields(content)
     served, ids = _served(named, fields), fields.take("tokens", list)
-    fields.nothing_else(frozenset())
     most = len(served.model.tokenizer)
     is_valid = ids is not None and len(ids) <= MAX_TOKENS
     if not is_valid or not all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one < most for one in ids):

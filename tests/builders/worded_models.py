@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -117,3 +120,48 @@ DEEPSEEK_TEMPLATE = """\
 {%- else %}{{ '[' + message.role + ']' + message.content }}{% endif %}
 {%- endfor %}"""
 """As of DeepSeek-V3, which takes arguments as a text."""
+
+SCRIPTED_TEMPLATE = (
+    HERMES_TEMPLATE.partition("{%- if add_generation_prompt %}")[0]
+    + """\
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if messages[-1].role == 'tool' %}<|after|>{% elif tools %}<|calls|>{% else %}<|begins|>{% endif %}{% endif %}"""
+)
+"""As HERMES_TEMPLATE, with a last token of the prompt that tells what comes next."""
+ANSWER, THOUGHTS, RESULT = "Grüße, Wörld ✓", "Two and three.", "The sum is 5."
+CALLS = ('{"name": "add", "arguments": {"a": 2, "b": 3}}', '{"name": "add", "arguments": {"a": 4, "b": 5}}')
+SCRIPT = (
+    ("<|begins|>", "Grüße, ", "Wörld ", "✓", END),
+    ("<|calls|>", "<tool_call>", CALLS[0], "</tool_call>", "<tool_call>\n", CALLS[1], "</tool_call>\n", END),
+    ("<|after|>", "<think>", THOUGHTS, "</think>", "The sum ", "is 5.", END),
+)
+"""What follows what: without tools ANSWER, with tools two calls, and after their results RESULT with THOUGHTS."""
+
+
+def save_scripted(folder: Path) -> Path:
+    """A Llama that says what SCRIPT has: its layers add nothing, and its head knows what follows each token."""
+    pieces = dict.fromkeys(piece for chain in SCRIPT for piece in chain[1:-1])
+    starts = [chain[0] for chain in SCRIPT]
+    marks = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    made = byte_level(["<|im_start|>", *starts], [*marks, *(one for one in pieces if one not in marks)])
+    tokenizer = fast(made, SCRIPTED_TEMPLATE)
+    trace_once()
+    save_tiny("llama", folder, vocab_size=COLUMNS, max_position_embeddings=CONTEXT)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+    tensors["model.norm.weight"].fill_(1)
+    embedded = torch.nn.functional.normalize(torch.randn(COLUMNS, 64, generator=torch.Generator().manual_seed(0)))
+    tensors["model.embed_tokens.weight"].copy_(embedded)
+    head = tensors["lm_head.weight"].zero_()
+    for chain in SCRIPT:
+        for piece, following in pairwise(chain):
+            (token,), (after,) = (tokenizer.encode(one, add_special_tokens=False) for one in (piece, following))
+            head[after] += embedded[token]
+    save_file(tensors, path, metadata={"format": "pt"})
+    export(folder, prefill=True, incremental=True)
+    tokenizer.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}))
+    return folder

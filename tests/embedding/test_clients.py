@@ -9,10 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from starlette.testclient import TestClient
 
 from benchmarks import environments
 from llmconv.embedding import Embedder
 from llmconv.export.exporter import export
+from llmconv.serve.app import make_app
+from llmconv.serve.embeddings import ServedEmbedder
+from llmconv.serve.scheduler import Scheduler
 from tests.builders.embedding_models import save_model, save_modules
 from tests.builders.talking import save_letters
 
@@ -33,13 +37,16 @@ from sentence_transformers import SentenceTransformer
 folder, pooling, texts = sys.argv[1], PoolingType[sys.argv[2]], json.loads(sys.argv[3])
 model = SentenceTransformer(folder, backend="onnx", device="cpu", model_kwargs={"file_name": "model.onnx"})
 found = {"sentence-transformers": model.encode(texts).tolist()}
+cut = SentenceTransformer(
+    folder, backend="onnx", device="cpu", truncate_dim=24, model_kwargs={"file_name": "model.onnx"}
+).encode(texts, normalize_embeddings=True)
 TextEmbedding.add_custom_model(
     model="local/model", pooling=pooling, normalization=True, sources=ModelSource(hf="local/model"), dim=64,
     model_file="model.onnx",
 )
 opened = TextEmbedding("local/model", specific_model_path=folder)
 found["fastembed"] = [row.tolist() for row in opened.embed(texts)]
-print(json.dumps(found))
+print(json.dumps([found, cut.tolist()]))
 """
 
 
@@ -66,5 +73,11 @@ def test_clients_give_the_embeddings_of_llmconv(kind: str, mode: str, tmp_path: 
     )
     assert done.returncode == 0, done.stderr[-3000:]
     expected = Embedder(folder).encode(TEXTS)
-    for client, rows in json.loads(done.stdout.splitlines()[-1]).items():
-        np.testing.assert_allclose(np.array(rows), expected, atol=1e-6, err_msg=client)
+    found, cut = json.loads(done.stdout.splitlines()[-1])
+    for name, rows in found.items():
+        np.testing.assert_allclose(np.array(rows), expected, atol=1e-6, err_msg=name)
+    app = make_app(ServedEmbedder(Embedder(folder), "m"), Scheduler(1, 4))
+    with TestClient(app, base_url="http://localhost") as client:
+        for wanted, dimensions in ((found["sentence-transformers"], None), (cut, 24)):
+            answer = client.post("/v1/embeddings", json={"input": TEXTS, "dimensions": dimensions}).json()["data"]
+            np.testing.assert_allclose([one["embedding"] for one in answer], wanted, atol=1e-6)

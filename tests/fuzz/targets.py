@@ -37,8 +37,10 @@ from llmconv.quantized_weights.quantized_checkpoint import FIELD, quantized_chec
 from llmconv.runtime.onnxruntime.guard import load_guarded, weight_bytes
 from llmconv.runtime.onnxruntime.lora_names import encode_adapter, read_adapter
 from llmconv.runtime.onnxruntime.session_file import read_session_file
+from llmconv.serve.embeddings import embedding_request
 from llmconv.serve.fields import ApiError
 from llmconv.serve.openai_schema import chat_request, completion_request, parse_json
+from llmconv.serve.responses import response_request
 from llmconv.tensors import LazyTensor
 from llmconv.verify.compressed.folder import _scheme, is_compressed
 from tests.builders.rank_saves import FIXTURES
@@ -155,8 +157,8 @@ def read_ranks(path: Path) -> None:
 
 
 def request(path: Path) -> None:
-    """A request of either kind."""
-    for reader in (chat_request, completion_request):
+    """A request of any endpoint."""
+    for reader in (chat_request, completion_request, response_request, embedding_request):
         try:
             reader(parse_json(path.read_bytes()))
         except ApiError as error:

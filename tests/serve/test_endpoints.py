@@ -100,7 +100,7 @@ def test_the_tokenizer_tells_its_special_tokens(client: TestClient) -> None:
 
 def test_embeddings_are_not_found_and_the_error_says_how(client: TestClient) -> None:
     response = client.post("/v1/embeddings", json={"input": "a"})
-    assert response.status_code == 404 and "llmconv embed" in response.json()["error"]["message"]
+    assert response.status_code == 404 and "--task embed" in response.json()["error"]["message"]
 
 
 def logged(model: TextModel, shows: bool) -> tuple[list[str], str]:
@@ -128,6 +128,15 @@ def test_metrics_count_and_the_log_has_a_line_without_the_prompt(model: TextMode
 
 def test_the_log_has_prompts_only_if_it_is_told_to(model: TextModel) -> None:
     assert all(SECRET in line for line in logged(model, True)[0])
+
+
+def test_the_log_names_fields_without_effect(model: TextModel) -> None:
+    lines: list[str] = []
+    app = make_app(ServedModel(model, "tiny"), Scheduler(2, 2), metrics=Metrics(lines.append))
+    with TestClient(app, base_url="http://localhost") as client:
+        client.post("/v1/completions", json={"prompt": SECRET, "max_tokens": 1, "temprature": 1, "a\nb": SECRET})
+    (line,) = lines
+    assert line.endswith(' ignored=["a\\nb","temprature"]') and SECRET not in line
 
 
 @pytest.fixture(scope="module")

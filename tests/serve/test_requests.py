@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 
 from llmconv.generation import TextModel
 from llmconv.serve.app import MAX_BODY_BYTES
+from llmconv.serve.embeddings import embedding_request
 from llmconv.serve.fields import ApiError
 from llmconv.serve.openai_schema import chat_request, completion_request
 from llmconv.serve.responses import response_request
@@ -104,8 +105,13 @@ def test_messages_of_another_form_are_refused(client: TestClient, fields: dict[s
     assert refusal(client, CHAT, fields)["param"] == parameter
 
 
-@pytest.mark.parametrize(("message", "found"), [({"content": None}, "is null"), ({}, "is missing")])
-@pytest.mark.parametrize("role", ["user", "assistant", "system"])
+@pytest.mark.parametrize(
+    ("role", "message", "found"),
+    [
+        *((role, {"content": None}, "is null") for role in ("user", "system")),
+        *((role, {}, "is missing") for role in ("user", "assistant", "system")),
+    ],
+)
 def test_a_message_without_a_text_is_refused(
     client: TestClient, role: str, message: dict[str, Any], found: str
 ) -> None:
@@ -155,10 +161,19 @@ def test_unsupported_fields_are_refused_by_name(client: TestClient, field: str, 
     assert refusal(client, CHAT, {"messages": [USER], field: value})["param"] == field
 
 
-def test_a_misspelled_field_is_refused_as_by_openai(client: TestClient) -> None:
-    error = refusal(client, CHAT, {"messages": [USER], "temprature": 0})
-    assert error["message"] == "unrecognized request argument: temprature"
-    assert refusal(client, CHAT, {"messages": [USER], "stream_options": {"x": 1}})["param"] == "stream_options.x"
+def test_fields_of_other_endpoints_are_refused(client: TestClient) -> None:
+    error = refusal(client, CHAT, {"messages": [USER], "best_of": 2})
+    assert error["message"] == "`best_of` is a field of requests for completions, not of this one"
+    assert refusal(client, COMPLETIONS, {"prompt": "a", "messages": [USER]})["param"] == "messages"
+    assert (
+        refusal(client, CHAT, {"messages": [USER], "structured_outputs": {"x": 1}})["param"] == "structured_outputs.x"
+    )
+
+
+def test_unknown_fields_are_ignored(client: TestClient) -> None:
+    body = {"messages": [USER], "max_tokens": 1, "chat_id": "a", "stream_options": {"x": 1}, "\n": 3, "best_of": None}
+    assert client.post(CHAT, json=body).status_code == 200
+    assert chat_request(body).unknown == ("\n", "chat_id")
 
 
 @pytest.mark.slow
@@ -250,7 +265,7 @@ NAMES = st.sampled_from(
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.dictionaries(NAMES, JSON))
 def test_no_json_makes_the_parser_fail_with_another_error(content: dict[str, Any]) -> None:
-    for parse in (chat_request, completion_request, response_request):
+    for parse in (chat_request, completion_request, response_request, embedding_request):
         try:
             parse(content)
         except ApiError as error:
@@ -261,11 +276,9 @@ def test_no_json_makes_the_parser_fail_with_another_error(content: dict[str, Any
 @pytest.mark.parametrize(
     "body",
     [
-        rb'{"\ud800": 1, "messages": [{"role": "user", "content": "a"}], "prompt": "a"}',
         rb'{"model": "\ud800", "messages": [{"role": "\ud800", "content": "a"}], "prompt": ["\ud800"]}',
         rb'{"messages": [{"role": "user", "content": "\ud800"}], "prompt": "\ud800"}',
         rb'{"stop": ["\ud800"], "messages": [{"role": "user", "content": "a"}], "prompt": "a"}',
-        rb'{"stream_options": {"\ud800": 1}, "messages": [{"role": "user", "content": "a"}], "prompt": "a"}',
     ],
 )
 def test_half_a_surrogate_pair_anywhere_is_an_error_of_the_request(client: TestClient, path: str, body: bytes) -> None:

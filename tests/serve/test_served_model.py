@@ -27,8 +27,8 @@ def texts(served: ServedModel, in_turns: bool) -> list[str]:
     waiting = list(range(len(answers)))
     while waiting:
         at = waiting.pop(0)
-        if (delta := next(answers[at], None)) is not None:
-            found[at] += delta.text
+        if (deltas := next(answers[at], None)) is not None:
+            found[at] += "".join(delta.text for delta in deltas)
             waiting.insert(len(waiting) if in_turns else 0, at)
     return found
 
@@ -65,8 +65,53 @@ def test_a_long_prompt_does_not_block_other_answers(chatting: Path, monkeypatch:
     monkeypatch.setattr("llmconv.serve.served_model.PROMPT_STEPS", (2,))
     found = list(ServedModel(served.model, "tiny").steps(choices))
     turns = (len(choices[0].ids) - 1) // 2
-    assert turns > 1 and [(delta.tokens, delta.text) for delta in found[:turns]] == [(0, "")] * turns
+    assert turns > 1 and [(delta.tokens, delta.text) for (delta,) in found[:turns]] == [(0, "")] * turns
     assert found[turns:] == whole
+
+
+class CountedPlaces:
+    """`most` places for further answers, and the largest number that was taken at a time."""
+
+    def __init__(self, most: int) -> None:
+        self.free, self.most, self.largest = most, most, 0
+
+    def take(self) -> bool:
+        self.free -= (is_free := self.free > 0)
+        self.largest = max(self.largest, self.most - self.free)
+        return is_free
+
+    def give(self) -> None:
+        self.free += 1
+
+
+@pytest.mark.parametrize("places", [0, 2, 9])
+def test_answers_of_a_request_share_steps_and_are_those_of_one_by_one(model: TextModel, places: int) -> None:
+    fields: dict[str, Any] = {"prompt": ["Once there was", "The"], "max_tokens": 12, "temperature": 1}
+    served, counted = ServedModel(model, "tiny"), CountedPlaces(places)
+    found = dict.fromkeys(range(6), "")
+    cached = [0] * 6
+    at_once = 0
+    for deltas in served.steps(served.choices(completion_request({**fields, "n": 3, "seed": 5})), counted):
+        at_once = max(at_once, len({delta.choice for delta in deltas}))
+        for delta in deltas:
+            found[delta.choice] += delta.text
+            cached[delta.choice] += delta.cached
+    alone = []
+    for prompt in fields["prompt"]:
+        for seed in (5, 6, 7):
+            one = served.choices(completion_request({**fields, "prompt": prompt, "seed": seed}))
+            alone.append("".join(delta.text for deltas in served.steps(one) for delta in deltas))
+    assert list(found.values()) == alone and not any(cached)
+    assert (counted.free, counted.largest, at_once) == (places, min(places, 5), min(places, 5) + 1)
+
+
+def test_a_request_that_ends_early_gives_its_places_back(model: TextModel) -> None:
+    served, counted = ServedModel(model, "tiny"), CountedPlaces(4)
+    steps = served.steps(served.choices(completion_request({"prompt": "Once", "max_tokens": 9, "n": 4})), counted)
+    while counted.free > 1:  # an answer begins after the prompt of the one before it
+        next(steps)
+    steps.close()  # type: ignore[attr-defined]
+    assert counted.free == 4
 
 
 SAMPLING = {"do_sample": True, "temperature": 0.3, "top_p": 0.8, "top_k": 7}

@@ -170,7 +170,10 @@ def test_a_short_answer_and_a_stop_end_structured_text(client: TestClient) -> No
         (
             {
                 "tools": [
-                    {"type": "function", "function": {"name": "a", "parameters": {"properties": {"b": {"not": {}}}}}}
+                    {
+                        "type": "function",
+                        "function": {"name": "a", "strict": True, "parameters": {"properties": {"b": {"not": {}}}}},
+                    }
                 ],
                 "tool_choice": "required",
             },
@@ -239,6 +242,48 @@ def test_a_call_that_is_cut_off_is_no_call(client: TestClient) -> None:
     choice = ask(client, tools=TOOLS, **says(CALL), max_tokens=12)["choices"][0]
     assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
     assert CALL.startswith(choice["message"]["content"])
+
+
+def test_of_a_tool_that_is_not_strict_only_what_can_be_is_enforced(client: TestClient) -> None:
+    properties = {
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "uniqueItems": True, "maxItems": 2},
+        "name": {"type": "string", "pattern": "^(?!x)[a-z]{1,2}$", "maxLength": 3},
+        "odd": {"type": "integer", "not": {"const": 3}},
+    }
+    parameters = {**PARAMETERS, "properties": properties, "required": ["tags", "name"]}
+    function: dict[str, Any] = {"name": "f", "parameters": parameters}
+    body: dict[str, Any] = {
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+        "temperature": 1,
+    }
+    choice = ask(client, **body, seed=3, parallel_tool_calls=False)["choices"][0]
+    made = json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])
+    assert set(made["tags"]) <= {"a", "b"} and len(made["tags"]) <= 2 and len(made["name"]) <= 3
+    function["parameters"] = {"type": "object", "properties": {"a": {"oneOf": [{"minimum": 1}, {"maximum": 2}]}}}
+    choice = ask(client, **body, max_tokens=40)["choices"][0]
+    assert choice["message"]["content"].startswith('<tool_call>\n{"name": "f", "arguments": {')
+
+
+def test_a_choice_among_some_of_the_tools(client: TestClient) -> None:
+    names = [{"type": "function", "function": {"name": "now"}}]
+    some: dict[str, Any] = {"mode": "required", "tools": names}
+    allowed: dict[str, Any] = {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": some}}
+    calls = ask(client, **allowed)["choices"][0]["message"]["tool_calls"]
+    assert {call["function"]["name"] for call in calls} == {"now"}
+    some["mode"] = "auto"
+    assert ask(client, **allowed, **says(CALL))["choices"][0]["message"]["content"] == CALL
+    assert ask(client, **allowed, **says(NOTHING))["choices"][0]["finish_reason"] == "tool_calls"
+    odd: list[Any] = [[], 3, [3], [{"function": 3}]]
+    for wrong in ({"mode": "none"}, *({"tools": one} for one in odd)):
+        some |= wrong
+        assert ask(client, 400, **allowed)["param"] == "tool_choice"
+        some |= {"mode": "auto", "tools": names}
+
+
+def test_a_json_object_may_have_a_schema(client: TestClient) -> None:
+    form = {"type": "json_object", "schema": SCHEMA}
+    jsonschema.validate(json.loads(ask(client, response_format=form)["choices"][0]["message"]["content"]), SCHEMA)
 
 
 @pytest.mark.slow
@@ -355,4 +400,4 @@ def test_reasoning_comes_before_structured_text(client: TestClient) -> None:
 def test_reasoning_stays_text_without_its_parser(hermes: TextModel) -> None:
     with opened(hermes, reasoning_parser=False) as client:
         message = ask(client, **THINKS, **says("a</think>b"))["choices"][0]["message"]
-        assert message == {"role": "assistant", "content": "a</think>b"}
+        assert message == {"role": "assistant", "content": "a</think>b", "refusal": None}
