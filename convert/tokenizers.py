@@ -262,7 +262,9 @@ def tokenizer_json(model: SentencePieceModel, *, found_first: bool = False) -> d
     if model.charsmap:
         steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(model.charsmap).decode()})
     if model.remove_extra_whitespaces:
-        steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
+        steps.append(
+            {"type": "Replace", "pattern": {"Regex": f"\\A +|[ {SPACE}]+\\z"}, "content": ""}
+        )  # no lines or tabs
         steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
     if model.add_dummy_prefix:
         steps.append({"type": "Prepend", "prepend": SPACE})
