@@ -18,6 +18,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -140,8 +141,8 @@ BPE = 2
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 SPACE = "\u2581"
 PIECE = {1: BYTES, 2: FIXED32, 3: VARINT}  # field number to its wire type: text, score, type
-TRAINER = dict.fromkeys((3, 35, 40, 41, 42), VARINT)
-NORMALIZER = {2: BYTES, 3: VARINT, 4: VARINT}
+TRAINER = dict.fromkeys((3, 24, 35, 40, 41, 42), VARINT)
+NORMALIZER = {1: BYTES, 2: BYTES, 3: VARINT, 4: VARINT}
 # The content of `tokenizer.json` and its BPE model, without what differs
 TOKENIZER = {"version": "1.0", "truncation": None, "padding": None}
 MODEL: dict[str, Any] = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
@@ -149,6 +150,11 @@ MODEL |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
 
 SPLIT_LIMIT = 200_000_000
 """Maximum sum of the squared lengths of all tokens: 1 million for 32,000 tokens, 10 million for Llama 3's."""
+
+
+PLAIN_ASCII = ("nmt_nfkc", "nfkc")  # normalizations that keep printable ASCII
+NOT_CONVERTED = "a unigram model, without bos, eos or unk, with spaces after words or with symbols that it normalizes"
+"""What a sentencepiece model may be that `tokenizer.json` cannot state."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,18 @@ class SentencePieceModel:
     charsmap: bytes  # precompiled normalization; empty for `identity`
     add_dummy_prefix: bool
     remove_extra_whitespaces: bool
+    normalization: str = ""  # name of the rules in `charsmap`
+    whitespace_as_suffix: bool = False  # of the word before it, which no tokenizer.json states
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether `tokenizer_json` gives the same ids; sentencepiece normalizes no user-defined symbol, it does."""
+        symbols = "".join(text for text, _, kind in self.pieces if kind == USER_DEFINED)
+        same = not (self.charsmap and symbols) or (
+            self.normalization in PLAIN_ASCII and all("!" <= one <= "~" for one in symbols)
+        )
+        same = same and not (self.remove_extra_whitespaces and " " in symbols)
+        return self.is_bpe and same and not self.whitespace_as_suffix and min(self.bos, self.eos, self.unk) >= 0
 
 
 def parse_sentencepiece(data: bytes) -> SentencePieceModel:
@@ -193,6 +211,8 @@ def parse_sentencepiece(data: bytes) -> SentencePieceModel:
         charsmap=normalizer.get(2, b""),
         add_dummy_prefix=bool(normalizer.get(3, 1)),
         remove_extra_whitespaces=bool(normalizer.get(4, 1)),
+        normalization=normalizer.get(1, b"").decode(errors="replace"),
+        whitespace_as_suffix=bool(trainer.get(24, 0)),
     )
 
 
@@ -228,14 +248,23 @@ def merges_of(model: SentencePieceModel) -> list[tuple[str, str]]:
     return [(left, right) for *_, left, right in sorted(ranked)]
 
 
-def tokenizer_json(model: SentencePieceModel) -> dict[str, Any]:
-    """The content of `tokenizer.json`; encoding begins with bos."""
+def tokenizer_json(model: SentencePieceModel, *, found_first: bool = False) -> dict[str, Any]:
+    """The content of `tokenizer.json`; encoding begins with bos.
+
+    sentencepiece finds user-defined symbols in the normalized text, so they are words of their own for the BPE. With
+    `found_first` they divide the text before it is normalized, each part by itself, as in llama.cpp.
+    """
     bos = model.pieces[model.bos][0]
+    symbols = [] if found_first else [text for text, _, kind in model.pieces if kind == USER_DEFINED]
+    words = "|".join(re.escape(text) for text in sorted(symbols, key=len, reverse=True))
+    split = {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False}
     steps: list[dict[str, Any]] = []
     if model.charsmap:
         steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(model.charsmap).decode()})
     if model.remove_extra_whitespaces:
-        steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
+        steps.append(
+            {"type": "Replace", "pattern": {"Regex": f"\\A +|[ {SPACE}]+\\z"}, "content": ""}
+        )  # no lines or tabs
         steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
     if model.add_dummy_prefix:
         steps.append({"type": "Prepend", "prepend": SPACE})
@@ -249,10 +278,10 @@ def tokenizer_json(model: SentencePieceModel) -> dict[str, Any]:
         "added_tokens": [
             added_token(index, text, special=kind != USER_DEFINED)
             for index, (text, _, kind) in enumerate(model.pieces)
-            if kind in (UNKNOWN, CONTROL, USER_DEFINED)
+            if kind in (UNKNOWN, CONTROL) or (kind == USER_DEFINED and found_first)
         ],
         "normalizer": {"type": "Sequence", "normalizers": steps},
-        "pre_tokenizer": None,
+        "pre_tokenizer": split if symbols else None,
         "post_processor": bos_template(bos, model.bos),
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
@@ -260,6 +289,7 @@ def tokenizer_json(model: SentencePieceModel) -> dict[str, Any]:
             "unk_token": model.pieces[model.unk][0],
             "fuse_unk": True,
             "byte_fallback": model.byte_fallback,
+            "ignore_merges": bool(symbols),  # a symbol is a token, though no merges give it
             "vocab": {text: index for index, (text, _, _) in enumerate(model.pieces)},
             "merges": [list(pair) for pair in merges_of(model)],
         },
@@ -407,22 +437,54 @@ def special_ids(files: Mapping[str, bytes]) -> tuple[int | None, int | None]:
     `tokenizer.json` their ids. Raises MalformedInput if a file is not JSON.
     """
     settings = {**read_object(files, "special_tokens_map.json"), **read_object(files, "tokenizer_config.json")}
-    ids = _ids(read_object(files, "tokenizer.json"))
-    bos, eos = (ids.get(_text(settings.get(kind)) or "") for kind in ("bos_token", "eos_token"))
+    ids = token_ids(read_object(files, "tokenizer.json"))
+    bos, eos = (ids.get(text_of(settings.get(kind)) or "") for kind in ("bos_token", "eos_token"))
     return bos, eos
 
 
 def special_tokens(files: Mapping[str, bytes]) -> dict[str, tuple[str, int | None]]:
     """Text, and id if known, by `bos_token`, `eos_token`, `pad_token`; `files` and errors as in `special_ids`."""
     settings = {**read_object(files, "special_tokens_map.json"), **read_object(files, "tokenizer_config.json")}
-    ids = {**_ids(read_object(files, "tokenizer.json")), **_added(files)}
-    texts = {kind: text for kind in ("bos_token", "eos_token", "pad_token") if (text := _text(settings.get(kind)))}
+    ids = {**token_ids(read_object(files, "tokenizer.json")), **_added(files)}
+    texts = {kind: text for kind in ("bos_token", "eos_token", "pad_token") if (text := text_of(settings.get(kind)))}
     return {kind: (text, ids.get(text)) for kind, text in texts.items()}
+
+
+KINDS = (*(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")), "additional_special_tokens")
+
+
+def beside_file(files: Mapping[str, bytes]) -> list[tuple[dict[str, Any], int | None]]:
+    """The tokens of the files next to `tokenizer.json`, in the order in which transformers adds those that it lacks.
+
+    Each is an entry of `added_tokens`, and the id that a file states; MalformedInput if a file is not JSON. With an
+    `added_tokens_decoder` the older files (`added_tokens.json`, `special_tokens_map.json`) do not count.
+    """
+    settings = read_object(files, "tokenizer_config.json")
+    rows = settings.get("added_tokens_decoder")
+    if not isinstance(rows, dict):
+        settings = {**settings, **read_object(files, "special_tokens_map.json")}
+        rows = {number: {"content": text} for text, number in read_object(files, "added_tokens.json").items()}
+    values = [settings.get(name) for name in KINDS]
+    named = [
+        text for value in values for one in (value if isinstance(value, list) else [value]) if (text := text_of(one))
+    ]
+    found = list[tuple[dict[str, Any], int | None]]()
+    for number, token in sorted((int(number), token) for number, token in rows.items() if str(number).isdecimal()):
+        if isinstance(token, dict) and (text := text_of(token)):
+            flags = {name: token[name] for name in ("single_word", "lstrip", "rstrip", "normalized") if name in token}
+            special = text in named or bool(token.get("special"))
+            found.append((added_token(number, text, special=special) | flags, number))
+    return [*found, *((added_token(0, text, special=True), None) for text in named)]
+
+
+def all_tokens(files: Mapping[str, bytes]) -> dict[str, int]:
+    """Text to id, of `tokenizer.json` and of the tokens that files next to it add; errors as in `special_ids`."""
+    return {**_added(files), **token_ids(read_object(files, "tokenizer.json"))}
 
 
 def added_tokens(files: Mapping[str, bytes], base: Mapping[str, bytes]) -> list[str]:
     """The tokens beyond a vocabulary that another tokenizer does not have; MalformedInput if a file is not JSON."""
-    known = {**_added(base), **_ids(read_object(base, "tokenizer.json")), **read_object(base, "vocab.json")}
+    known = {**_added(base), **token_ids(read_object(base, "tokenizer.json")), **read_object(base, "vocab.json")}
     return sorted(_added(files).keys() - known.keys())
 
 
@@ -430,19 +492,19 @@ def _added(files: Mapping[str, bytes]) -> dict[str, int]:
     """Token to id: `added_tokens.json`, `added_tokens_decoder` of the config, `added_tokens` of `tokenizer.json`."""
     decoder = read_object(files, "tokenizer_config.json").get("added_tokens_decoder")
     rows = decoder.items() if isinstance(decoder, dict) else ()
-    pairs: list[tuple[Any, Any]] = [(_text(token), int(number)) for number, token in rows if str(number).isdecimal()]
+    pairs: list[tuple[Any, Any]] = [(text_of(token), int(number)) for number, token in rows if str(number).isdecimal()]
     listed = read_object(files, "tokenizer.json").get("added_tokens")
     tokens = [token for token in listed if isinstance(token, dict)] if isinstance(listed, list) else []
-    pairs += [(_text(token), token.get("id")) for token in tokens]
+    pairs += [(text_of(token), token.get("id")) for token in tokens]
     pairs += read_object(files, "added_tokens.json").items()
     return {text: number for text, number in pairs if isinstance(text, str) and type(number) is int}
 
 
 def vocabulary_size(files: Mapping[str, bytes]) -> int | None:
     """Highest id + 1 in `tokenizer.json`, `vocab.json` or `tokenizer.model`; None: no ids, MalformedInput."""
-    added = read_object(files, "added_tokens.json")
-    ids = _ids(read_object(files, "tokenizer.json")) or {**read_object(files, "vocab.json"), **added}
-    numbers = [number for number in ids.values() if type(number) is int]
+    added = _added(files)
+    ids = token_ids(read_object(files, "tokenizer.json")) or read_object(files, "vocab.json")
+    numbers = [number for number in {**ids, **added}.values() if type(number) is int] if ids else []
     if not numbers and "tokenizer.model" in files:
         pieces = parse_sentencepiece(files["tokenizer.model"]).pieces
         numbers = [len(pieces) - 1, *(number for number in added.values() if type(number) is int)]
@@ -457,12 +519,12 @@ def read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _text(token: Any) -> str | None:
+def text_of(token: Any) -> str | None:
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
-def _ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+def token_ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     """Token to id: those of the model (a dict, or a list of pairs), overridden by added tokens."""
     model = tokenizer.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None

@@ -45,8 +45,10 @@ KNOWN = {  # fields that are read, or irrelevant to the merged weight
     *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "megatron_core", "runtime_config"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config", "monteclora_config"),
     *("qalora_group_size", "use_dora", "layer_replication", "target_parameters", "trainable_token_indices"),
-    "use_bdlora",
+    *("use_bdlora", "lora_B_layout", "unsloth_fused_expert_lora", "moe_rank_scaling"),
 }
+B_LAYOUTS = {"rank_major": False, "grouped_by_expert": True}
+"""`fused_by_unsloth` by the value of Unsloth's `lora_B_layout` (unsloth-zoo `temporary_patches/moe_utils.py`)."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ class LoraConfig:
     # `trainable_token_indices`: module to the ids of its trained rows; `""` is the input embedding
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     blocks: BlockDiagonal | None = None  # `use_bdlora`, or None
-    fused_by_unsloth: bool = False  # the columns of an expert's B are contiguous (`auto_mapping.unsloth_fixed`)
+    # whether the columns of an expert's B are contiguous, by the last component of the parameter; `""` is the default
+    fused_by_unsloth: Mapping[str, bool] = field(default_factory=dict)
+    scales_expert_ranks: bool = False  # NeMo AutoModel's `moe_rank_scaling`: experts have a smaller rank than `r`
     base_class: str = ""  # class of the model it was trained on (`auto_mapping.base_model_class`), or empty
     task: str = ""  # `task_type`, such as `CAUSAL_LM` or `SEQ_CLS`; empty if the file does not contain it
     peft_version: tuple[int, int] | None = None  # first two numbers of the version that wrote the file, or None
@@ -90,7 +94,7 @@ class LoraConfig:
     def scale(self, module: str, rank: int) -> float:
         """s of W + s·B·A (PEFT `update_layer`: alpha/r, or alpha/√r); MalformedInput for another rank in the config."""
         expected = self.rank_pattern.get(matching_key(self.rank_pattern, module, self.match_time), self.rank)
-        if expected not in (None, rank):
+        if expected not in (None, rank) and not (self.scales_expert_ranks and ".experts." in f"{module}."):
             raise MalformedInput(
                 f"rank mismatch for `{module}`: the adapter config has rank {expected}, its tensors have rank {rank}",
                 hint="config and tensors belong to different adapters; copy the adapter again",
@@ -169,11 +173,28 @@ def parse_config(fields: Mapping[str, Any], alpha: float | None = None, *, initi
         parameters=known.names("target_parameters"),
         tokens={module: tuple(ids) for module, ids in by_module.items()},
         blocks=_blocks(known.table("use_bdlora")),
-        fused_by_unsloth=bool(training.get("unsloth_fixed")),
+        fused_by_unsloth=_layouts(known, default=bool(training.get("unsloth_fixed"))),
+        scales_expert_ranks=known.flag("moe_rank_scaling"),
         base_class=name if isinstance(name := training.get("base_model_class"), str) and name.isidentifier() else "",
         task=task_of(fields),
         peft_version=(int(version[1]), int(version[2])) if version else None,
     )
+
+
+def _layouts(known: AdapterFields, *, default: bool) -> dict[str, bool]:
+    """`LoraConfig.fused_by_unsloth`: what a file of Unsloth states since September 2026; `default` before."""
+    named = AdapterFields(known.table("unsloth_fused_expert_lora")).table("parameters")
+    stated = {
+        name: one["lora_B_layout"] for name, one in named.items() if isinstance(one, dict) and "lora_B_layout" in one
+    }
+    if not stated and (whole := known.word("lora_B_layout")):
+        stated = {"": whole}
+    if odd := next((one for one in stated.values() if not isinstance(one, str) or one not in B_LAYOUTS), None):
+        raise UnsupportedInput(
+            f"the adapter has the unknown `lora_B_layout` {str(odd)[:40]!r}",
+            hint="merge it with Unsloth's `save_pretrained_merged`",
+        )
+    return {"": default} | {name: B_LAYOUTS[one] for name, one in stated.items()}
 
 
 def task_of(fields: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from llmconv.convert.adapters.edits import Edits, base_in_memory
 from llmconv.convert.adapters.tensor_names import AS_STORED
 from llmconv.convert.models import head_and_dtype
 from llmconv.convert.models.transformers_source import auto_classes
-from llmconv.convert.tokenizers import VOCABULARIES, added_tokens, read_tokenizer, special_tokens
+from llmconv.convert.tokenizers import VOCABULARIES, added_tokens, all_tokens, read_tokenizer, special_tokens
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, listing
 from llmconv.output.plan import json_bytes
 from llmconv.tensors import FLOATS, LazyTensor, lists_by_key
@@ -73,7 +73,9 @@ def merged(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe | None 
         config = head_and_dtype.with_dtype(config, tensors)
     if memory:
         tensors, edits = memory.restored(tensors, edits)
-    side_files, notes = side_files_of(stored, adapters, recipe.tokenizer, config, resized=resized)
+    rows = [row for one in edits.tokens.get(embedding or "", []) for row in one.ids]
+    trained = None if embedding in edits.whole or embedding in edits.changes else rows
+    side_files, notes = side_files_of(stored, adapters, recipe.tokenizer, config, resized=resized, trained=trained)
     edits.warnings.extend(notes)
     return replace(base, tensors=tensors, config=config, side_files=side_files), edits
 
@@ -249,13 +251,19 @@ SideFiles = dict[str, bytes]
 
 
 def side_files_of(
-    base: Checkpoint, adapters: Sequence[Adapter], tokenizer: Path | None, config: dict[str, Any], *, resized: bool
+    base: Checkpoint,
+    adapters: Sequence[Adapter],
+    tokenizer: Path | None,
+    config: dict[str, Any],
+    *,
+    resized: bool,
+    trained: Sequence[int] | None,
 ) -> tuple[SideFiles, list[str]]:
     """The side files of the merged model, and warnings about tokenizers and chat templates that differ.
 
     The ids of special tokens in `config` (changed in place) and in `generation_config.json` follow the tokenizer, if it
     is not the base's: the user's file or folder, which replaces all others (InputRefused if it is none), or that of an
-    adapter which changed the vocabulary (`resized`).
+    adapter which changed the vocabulary (`resized`), or trained rows (`trained`, None: all) of tokens that it added.
     """
     others = {name: content for name, content in base.side_files.items() if not name.startswith(TOKENIZER)}
     if tokenizer:
@@ -268,8 +276,29 @@ def side_files_of(
     if not base.side_files.keys() & VOCABULARIES and files.keys() & VOCABULARIES:
         note = f"the base has no tokenizer; it is taken from the adapter `{adapter.name}`"
         return _with_ids(base.side_files, others | files, config), [note]
+    if len(own) == len(adapters) == 1 and (more := _trained_tokens(base.side_files, files, trained)):
+        note = (
+            f"the adapter `{adapter.name}` trained {len(more)} tokens that the base's tokenizer does not have "
+            f"({listing(more)}); its tokenizer is taken"
+        )
+        return _with_ids(base.side_files, others | files, config), [note]
     kept, notes = _with_template(base, own)
     return kept, [*notes, *_other_tokens(base, own)]
+
+
+def _trained_tokens(base: Mapping[str, bytes], files: SideFiles, trained: Sequence[int] | None) -> list[str]:
+    """The tokens that an adapter added, if it trained their rows and the base's tokens keep their ids."""
+    if trained == [] or "tokenizer.json" not in base or "tokenizer.json" not in files:
+        return []
+    try:
+        before, after = all_tokens(base), all_tokens(files)
+    except MalformedInput:
+        return []
+    more = {text: number for text, number in after.items() if text not in before}
+    same = all(after.get(text) == number for text, number in before.items()) and not {*more.values()} & {
+        *before.values()
+    }
+    return sorted(more) if same and (trained is None or {*more.values()} <= {*trained}) else []
 
 
 def _other_tokens(base: Checkpoint, own: Sequence[tuple[Adapter, SideFiles]]) -> Iterator[str]:

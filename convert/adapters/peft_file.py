@@ -43,6 +43,7 @@ from llmconv.files.safetensors_file import read_header
 from llmconv.tensors import Array, LazyTensor
 
 CONFIG = "adapter_config.json"
+AUTOMODEL = "automodel_peft_config.json"  # what NeMo AutoModel's config has besides; `moe_rank_scaling` of it counts
 # Path components that trainers put around modules
 WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.\w+)??(?:\.weight)?")
@@ -243,7 +244,10 @@ def open_adapter(path: Path, alpha: float | None = None, *, initial: bool = Fals
     folder = path if path.is_dir() else path.parent
     if not (folder / CONFIG).is_file():
         raise _not_an_adapter(path)
-    config = parse_config(read_json(folder / CONFIG), alpha, initial=initial)
+    fields = read_json(folder / CONFIG)
+    if (folder / AUTOMODEL).is_file():
+        fields["moe_rank_scaling"] = read_json(folder / AUTOMODEL).get("moe_rank_scaling")
+    config = parse_config(fields, alpha, initial=initial)
     weights = _weights(folder)
     return to_adapter(folder, (weights,), config, read_tensors(weights))
 

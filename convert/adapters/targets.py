@@ -242,7 +242,8 @@ class AdapterTargets:
                     f"the adapter has {pair.rank} rows of A for the {experts} experts of `{name}`",
                     hint="the adapter was trained on another model; see its `base_model_name_or_path`",
                 )
-            rank, together = pair.rank // experts, self.adapter.config.fused_by_unsloth
+            rank, layouts = pair.rank // experts, self.adapter.config.fused_by_unsloth
+            together = layouts.get(self.wanted[module].rpartition(".")[2], layouts.get("", False))
             scale = weight * self._scale(module, rank)
             for index in range(experts):
                 own = slice(index * rank, (index + 1) * rank)

@@ -411,10 +411,10 @@ def load_tokenizer(path: Path, *, since_3_1: bool) -> MetaTokenizer:
     names = {"bos_token": model.bos, "eos_token": model.eos, "unk_token": model.unk}
     settings = _settings({name: model.pieces[index][0] for name, index in names.items() if index >= 0})
     made = {TOKENIZER: data, "tokenizer_config.json": json_bytes(settings)}
-    if model.is_bpe and min(names.values()) >= 0:
+    if model.is_converted:
         made["tokenizer.json"] = tokenizers.tokenizer_bytes(tokenizers.tokenizer_json(model))
     else:
-        warnings = ["the sentencepiece model is not a BPE with bos, eos and unk; only `tokenizer.model` is written"]
+        warnings = [f"the sentencepiece model is {tokenizers.NOT_CONVERTED}; only `tokenizer.model` is written"]
     return MetaTokenizer(made, model.bos, model.eos, (model.eos,), len(model.pieces), tuple(warnings))
 
 

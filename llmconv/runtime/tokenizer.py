@@ -132,8 +132,10 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
             found = (own or _class_of(folder)).from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if not isinstance(found.model_max_length, int | float):
             raise ValueError("`model_max_length` is not a number")
-        if own is None and type(found).__name__ not in PLAIN and (folder / FILE).is_file():
-            _follow_file(found, folder)
+        if own is None and (folder / FILE).is_file():
+            if type(found).__name__ not in PLAIN:
+                _follow_file(found, folder)
+            _follow_flags(found, folder)
         return found
     except LlmconvError:
         raise
@@ -212,6 +214,56 @@ def _follow_file(found: Any, folder: Path) -> None:
         value = model.get(switch) or (None if switch in SWITCHES[3:] else False)
         if (getattr(backend.model, switch) or None) != (value or None):
             setattr(backend.model, switch, value)
+
+
+# classes whose tokenizer in transformers 4 begins and ends texts as the flags in `tokenizer_config.json` say, whatever
+# tokenizer.json does, and the flags that are missing there (its `update_post_processor`)
+FLAGS = {
+    **dict.fromkeys(("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "CohereTokenizer"), (True, False)),
+    "GPTNeoXTokenizer": (False, False),
+}
+
+
+def stated_ends(settings: Mapping[str, Any]) -> tuple[bool, bool] | None:
+    """Whether bos begins and eos ends a text by the flags of `tokenizer_config.json`; None where tokenizer.json says.
+
+    transformers 5 writes no such flags, so a file that has them is one of transformers 4, whose tokenizers obey them.
+    """
+    flags = [settings.get(name) for name in ("add_bos_token", "add_eos_token")]
+    usual = FLAGS.get(str(settings.get("tokenizer_class")).removesuffix("Fast"))
+    if usual is None or not any(isinstance(flag, bool) for flag in flags):
+        return None
+    bos, eos = (flag if isinstance(flag, bool) else default for flag, default in zip(flags, usual, strict=True))
+    return bos, eos
+
+
+def _follow_flags(found: Any, folder: Path) -> None:
+    """Gives a tokenizer the tokens around a text that it had in transformers 4, with which the model was trained.
+
+    e5-mistral appends eos by `add_eos_token` alone, and its embedding is the state of that token.
+    """
+    path = folder / "tokenizer_config.json"
+    backend: Any = getattr(found, "backend_tokenizer", None)
+    ends = stated_ends(read_json(path)) if backend is not None and path.is_file() else None
+    if ends is None:
+        return
+    pairs = [(found.bos_token, found.bos_token_id), (found.eos_token, found.eos_token_id)]
+    before, after = ([pair] if flag and None not in pair else [] for flag, pair in zip(ends, pairs, strict=True))
+    if backend.encode("").ids == [number for _, number in (*before, *after)]:
+        return
+    from tokenizers.processors import TemplateProcessing  # noqa: PLC0415 - few tokenizers contradict their file
+
+    def around(text: str, kind: int) -> list[str]:
+        return [
+            *(f"{token}:{kind}" for token, _ in before),
+            f"{text}:{kind}",
+            *(f"{token}:{kind}" for token, _ in after),
+        ]
+
+    single = around("$A", 0)
+    backend.post_processor = TemplateProcessing(
+        single=single, pair=[*single, *around("$B", 1)], special_tokens=[*before, *after]
+    )
 
 
 class TooManyTokens(InputRefused):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from llmconv.runtime.tokenizer import TokenDecoder, load_tokenizer
@@ -70,6 +70,41 @@ def test_tokens_are_those_of_the_file_whatever_its_class(kind: str, name: str, s
     ids, found = file.encode(TEXT, add_special_tokens=False).ids, load_tokenizer(tmp_path)
     assert found(TEXT, add_special_tokens=False)["input_ids"] == ids
     assert TokenDecoder(found)(ids) == file.decode(ids)
+
+
+ENDS: dict[str, tuple[dict[str, bool], list[str], list[str]]] = {
+    "both": ({"add_bos_token": True, "add_eos_token": True}, ["<s>"], ["</s>"]),
+    "the end alone": ({"add_bos_token": False, "add_eos_token": True}, [], ["</s>"]),
+    "none": ({"add_bos_token": False, "add_eos_token": False}, [], []),
+    "the end is asked for": ({"add_eos_token": True}, ["<s>"], ["</s>"]),
+}
+"""Flags, and the tokens around a text in the classes of transformers 4 that have them."""
+
+
+@pytest.mark.quick_rows("the end alone-GemmaTokenizerFast", "none-LlamaTokenizer", "both-Qwen2Tokenizer")
+@pytest.mark.parametrize("name", ["LlamaTokenizer", "LlamaTokenizerFast", "GemmaTokenizerFast", "Qwen2Tokenizer"])
+@pytest.mark.parametrize("case", ENDS)
+def test_flags_tell_what_is_around_a_text_in_the_classes_that_have_them(case: str, name: str, tmp_path: Path) -> None:
+    flags, before, after = ENDS[case]
+    file = trained_file("llama2", tmp_path)
+    given = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": name, **flags}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    begin, end = ([file.token_to_id(one) for one in tokens if name != "Qwen2Tokenizer"] for tokens in (before, after))
+    found = load_tokenizer(tmp_path)
+    for text in (TEXT, "we"):
+        assert found(text)["input_ids"] == [*begin, *file.encode(text, add_special_tokens=False).ids, *end]
+
+
+@pytest.mark.parametrize("name", ["LlamaTokenizerFast", "GemmaTokenizerFast", "PreTrainedTokenizerFast"])
+def test_without_flags_the_file_tells_what_is_around_a_text(name: str, tmp_path: Path) -> None:
+    file = trained_file("llama2", tmp_path)
+    file.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    file.save(str(tmp_path / "tokenizer.json"))
+    given = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": name}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(given))
+    (tmp_path / "config.json").write_text('{"model_type": "mistral"}')
+    assert load_tokenizer(tmp_path)(TEXT)["input_ids"] == file.encode(TEXT).ids
 
 
 def test_a_prefix_that_the_configuration_asks_for_wins_over_the_file(tmp_path: Path) -> None:

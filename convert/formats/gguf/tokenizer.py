@@ -23,10 +23,13 @@ from llmconv.convert.tokenizers import (
     TOKENIZER,
     SentencePieceModel,
     added_token,
+    beside_file,
     bos_template,
     merges_of,
     read_object,
     special_tokens,
+    text_of,
+    token_ids,
     tokenizer_bytes,
     tokenizer_json,
 )
@@ -184,7 +187,7 @@ def _sentencepiece(
         add_dummy_prefix=_flag(metadata, "add_space_prefix", default=True),
         remove_extra_whitespaces=_flag(metadata, "remove_extra_whitespaces", default=False),
     )
-    return tokenizer_json(model)
+    return tokenizer_json(model, found_first=True)
 
 
 def _byte_level(
@@ -251,6 +254,7 @@ def tokenizer_keys(checkpoint: Checkpoint, rows: int, warnings: list[str]) -> tu
         return {"tokenizer.ggml.model": "no_vocab"}, [*files]
     content = read_object(files, "tokenizer.json")
     try:
+        content = _as_loaded(content, files, source)
         found = _metadata(checkpoint, content, rows, warnings)
         listed = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in found.items()}
         "".join(listed["tokenizer.ggml.tokens"]).encode()
@@ -264,6 +268,43 @@ def tokenizer_keys(checkpoint: Checkpoint, rows: int, warnings: list[str]) -> tu
             hint=OTHER,
         )
     return found, left
+
+
+def _as_loaded(content: dict[str, Any], files: Mapping[str, bytes], source: str) -> dict[str, Any]:
+    """`tokenizer.json` with what transformers takes from the files next to it: more tokens, and those around a text.
+
+    Raises UnsupportedInput for a token whose id it would have in one release of transformers and not in another.
+    """
+    from llmconv.runtime.tokenizer import stated_ends  # noqa: PLC0415 - few commands write this format
+
+    settings, known = read_object(files, "tokenizer_config.json"), token_ids(content)
+    listed = list(content.get("added_tokens") or ())
+    present, free = {token["content"] for token in listed}, max(known.values(), default=-1) + 1
+    for entry, number in beside_file(files):
+        if (text := entry["content"]) in present:
+            continue
+        place = known.get(text, free)
+        if number not in (None, place):
+            raise UnsupportedInput(
+                f"`{source}` adds the token {text!r} with the id {number}, which is not the next one, {place}",
+                hint="save the tokenizer with transformers first, so that `tokenizer.json` has all tokens",
+            )
+        free += place == free
+        listed.append({**entry, "id": place})
+        present.add(text)
+    result = {**content, "added_tokens": listed}
+    if (ends := stated_ends(settings)) is None:
+        return result
+    ids, names = {**known, **token_ids(result)}, [text_of(settings.get(name)) for name in ("bos_token", "eos_token")]
+    before, after = ([name] if flag and name in ids else [] for flag, name in zip(ends, names, strict=True))
+    pieces = [*before, None, *after]
+    return result | {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": one}} if one else {"Sequence": {"id": "A"}} for one in pieces],
+            "special_tokens": {one: {"ids": [ids[one]]} for one in pieces if one},
+        }
+    }
 
 
 def _metadata(checkpoint: Checkpoint, content: Mapping[str, Any], rows: int, warnings: list[str]) -> dict[str, Any]:

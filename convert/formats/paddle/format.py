@@ -264,8 +264,8 @@ def read_paddle_tokenizer(folder: Path, model_type: str, warnings: list[str]) ->
         else:
             files = {**files, MODEL: source.read_bytes()}
             model = tokenizers.parse_sentencepiece(files[MODEL])
-            if not model.is_bpe or min(model.bos, model.eos, model.unk) < 0:
-                warnings.append(f"`{source.name}` is not a BPE with bos, eos and unk; it is written as it is")
+            if not model.is_converted:
+                warnings.append(f"`{source.name}` is {tokenizers.NOT_CONVERTED}; it is written as it is")
                 return {**files, **({CONFIG: json_bytes(settings)} if settings else {})}
             content = tokenizers.tokenizer_json(model)
             names = {"bos_token": model.pieces[model.bos][0], "eos_token": model.pieces[model.eos][0]}

@@ -229,6 +229,43 @@ def test_the_ids_follow_the_users_tokenizer(stored: Any, expected: Any, tmp_path
     assert json.loads((tmp_path / "out/generation_config.json").read_text())["eos_token_id"] == expected
 
 
+# Fields of an adapter that trains rows of the embedding, and whether that of the new token is one of them
+ROWS: dict[str, tuple[dict[str, Any], bool]] = {
+    "the row of the token": ({"trainable_token_indices": [4]}, True),
+    "the rows of several tokens": ({"trainable_token_indices": {"embed_tokens": [3, 4]}}, True),
+    "the whole embedding": ({"modules_to_save": ["embed_tokens"]}, True),
+    "LoRA on the embedding": ({"target_modules": ["q_proj", "embed_tokens"]}, True),
+    "another row": ({"trainable_token_indices": [3]}, False),
+    "none": ({}, False),
+    "the head alone": ({"modules_to_save": ["lm_head"]}, False),
+}
+
+
+@pytest.mark.parametrize(("fields", "taken"), ROWS.values(), ids=ROWS)
+def test_the_tokenizer_comes_from_the_adapter_if_it_trained_the_rows_of_its_tokens(
+    fields: dict[str, Any], taken: bool, tmp_path: Path
+) -> None:
+    model = causal_lm("llama", num_hidden_layers=1, num_key_value_heads=1, **SMALL)
+    train(model, tmp_path, merge=False, **{"target_modules": ["q_proj"], **fields})
+    save_tokenizer(tmp_path / "base", "</s>")
+    save_tokenizer(tmp_path / "adapter", "<turn>", "<|call|>")
+    done = merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    source = tmp_path / ("adapter" if taken else "base") / "tokenizer.json"
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == source.read_bytes()
+    said = "trained 1 tokens that the base's tokenizer does not have (`<|call|>`)"
+    assert (said in done.stderr) is taken and ("was saved with other settings" in done.stderr) is not taken
+
+
+def test_a_tokenizer_that_moves_the_bases_tokens_is_not_taken(tmp_path: Path) -> None:
+    model = causal_lm("llama", num_hidden_layers=1, num_key_value_heads=1, **SMALL)
+    train(model, tmp_path, merge=False, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    save_tokenizer(tmp_path / "base", "</s>", "<|old|>")
+    save_tokenizer(tmp_path / "adapter", "</s>", "<|new|>")
+    done = merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
+    assert "was saved with other settings" in done.stderr
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (tmp_path / "base/tokenizer.json").read_bytes()
+
+
 # inspect
 
 

@@ -393,6 +393,53 @@ def test_a_tokenizer_that_would_not_read_back_the_same_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+SIDES: dict[str, dict[str, Any]] = {
+    "tokenizer_config.json": {"added_tokens_decoder": {"301": {"content": "<turn>", "special": True}}},
+    "added_tokens.json": {"<turn>": 301},
+    "special_tokens_map.json": {"additional_special_tokens": ["<turn>"]},
+}
+
+
+@pytest.mark.parametrize("name", SIDES)
+def test_a_token_that_only_another_file_states_is_written(tiny_model: Path, tmp_path: Path, name: str) -> None:
+    model = changed(tiny_model, tmp_path / "model")
+    content = json.loads((model / "tokenizer.json").read_text())
+    after = 1 + max(*content["model"]["vocab"].values(), *(one["id"] for one in content["added_tokens"]))
+    path = model / name
+    stated = json.dumps({**(read_json(path) if path.is_file() else {}), **SIDES[name]}).replace("301", str(after))
+    path.write_text(stated)
+    from_hf(model, tmp_path / "out", to="gguf")
+    tokens = GGUFReader(tmp_path / "out/model.gguf").fields["tokenizer.ggml.tokens"].contents()
+    assert tokens[after] == "<turn>"
+    to_hf(tmp_path / "out", tmp_path / "back")
+    expected = AutoTokenizer.from_pretrained(model)("we<turn>mats")["input_ids"]
+    assert after in expected
+    assert Tokenizer.from_file(str(tmp_path / "back/tokenizer.json")).encode("we<turn>mats").ids == expected
+
+
+def test_a_token_of_another_file_whose_id_is_not_the_next_one_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    model = changed(tiny_model, tmp_path / "model")
+    (model / "added_tokens.json").write_text('{"<turn>": 400}')
+    with pytest.raises(InputRefused, match="<turn>"):
+        from_hf(model, tmp_path / "out", to="gguf")
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_flag_tells_whether_a_text_begins_with_bos(tiny_model: Path, tmp_path: Path, begins: bool) -> None:
+    file = write_gguf(
+        tiny_model, tmp_path / "x.gguf", tokenizer=sentencepiece_keys(piece_model(prefix=True), prefix=True)
+    )
+    to_hf(file, tmp_path / "hf")
+    path = tmp_path / "hf/tokenizer_config.json"
+    flags = {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": begins, "add_eos_token": False}
+    path.write_text(json.dumps(read_json(path) | flags))
+    from_hf(tmp_path / "hf", tmp_path / "out", to="gguf")
+    assert GGUFReader(tmp_path / "out/model.gguf").fields["tokenizer.ggml.add_bos_token"].contents() is begins
+    to_hf(tmp_path / "out", tmp_path / "back")
+    ids = Tokenizer.from_file(str(tmp_path / "back/tokenizer.json")).encode("the cat").ids
+    assert (ids[0] == read_json(tmp_path / "hf/config.json").get("bos_token_id", 1)) is begins
+
+
 def test_the_plain_tokenizer_is_written_and_more_than_two_ends_are_told(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -122,7 +122,43 @@ def test_a_unigram_model_is_copied_with_a_warning(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(train(20, model_type="unigram"))
     loaded = load_tokenizer(tmp_path, since_3_1=False)
     assert set(loaded.files) == {"tokenizer.model", "tokenizer_config.json"}
-    assert "not a BPE" in loaded.warnings[0]
+    assert "a unigram model" in loaded.warnings[0]
+
+
+SYMBOLS: dict[str, dict[str, Any]] = {
+    "words": {"user_defined_symbols": ["<turn>", "cat", "tsa"]},
+    "one begins another": {"user_defined_symbols": ["<t>", "<t>x", "t"]},
+    "with spaces": {"user_defined_symbols": ["  ", "\t", "\n"], "remove_extra_whitespaces": False},
+    "not normalized": {"user_defined_symbols": ["\uff43\uff41\uff54", "A"], "normalization_rule_name": "nmt_nfkc_cf"},
+    "plain": {"user_defined_symbols": ["<turn>"], "normalization_rule_name": "identity"},
+    "lines are kept": {"normalization_rule_name": "nfkc"},
+    "no first space": {"user_defined_symbols": ["<turn>", "dog"], "add_dummy_prefix": False},
+    "a suffix": {"user_defined_symbols": ["<turn>"], "treat_whitespace_as_suffix": True},
+    "a suffix alone": {"treat_whitespace_as_suffix": True},
+}
+"""Options of training under which a piece is found before the text is normalized, or spaces end words."""
+AROUND = ("the cat sat<turn>a dog", "<turn> cat", "cat<turn>", "a  cat  ", "\uff43\uff41\uff54s A a", "<t>x <t> x", "")
+
+
+@pytest.mark.parametrize("options", SYMBOLS.values(), ids=SYMBOLS)
+def test_pieces_that_the_trainer_was_given_have_the_ids_of_sentencepiece(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    data = train(60, model_type="bpe", character_coverage=1.0, hard_vocab_limit=False, **options)
+    (tmp_path / "tokenizer.model").write_bytes(data)
+    loaded = load_tokenizer(tmp_path, since_3_1=False)
+    if "tokenizer.json" not in loaded.files:
+        assert loaded.warnings
+        return
+    original = sentencepiece.SentencePieceProcessor(model_proto=data)
+    found = Tokenizer.from_str(loaded.files["tokenizer.json"].decode())
+    for text in (*AROUND, "\tthe\tcat\n sat \n", " \u3000dogs \u2581"):
+        assert found.encode(text).ids == [original.bos_id(), *original.encode(text)], text
+
+
+@pytest.mark.parametrize("name", ["words", "one begins another", "plain", "lines are kept", "no first space"])
+def test_such_pieces_are_converted(name: str) -> None:
+    assert parse_sentencepiece(train(60, model_type="bpe", hard_vocab_limit=False, **SYMBOLS[name])).is_converted
 
 
 def test_a_folder_with_a_finished_tokenizer_is_taken_as_it_is(tmp_path: Path) -> None:

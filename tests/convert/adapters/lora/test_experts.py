@@ -168,20 +168,55 @@ def test_an_adapter_of_single_experts_fits_both_kinds_of_base(
     assert_equal(tmp_path / "out", fused(exact) if is_fused else exact)
 
 
-@pytest.mark.slow
-def test_unsloths_order_of_columns_is_told_by_its_mark(trained: Callable[..., Case], tmp_path: Path) -> None:
+def mark(layout: str) -> dict[str, Any]:
+    """The fields of an adapter that Unsloth trained since September 2026."""
+    return {"lora_B_layout": layout, "unsloth_fused_expert_lora": {"version": 1, "lora_B_layout": layout}}
+
+
+def mark_each(gate_up: str, down: str) -> dict[str, Any]:
+    """The fields where the parameters of one adapter differ."""
+    rows = {"gate_up_proj": {"lora_B_layout": gate_up}, "down_proj": {"lora_B_layout": down}}
+    return {"unsloth_fused_expert_lora": {"version": 1, "parameters": rows}}
+
+
+GROUPED, RANKS, OLD = "grouped_by_expert", "rank_major", {"auto_mapping": {"unsloth_fixed": True}}
+MARKS: dict[str, tuple[dict[str, Any], tuple[bool, bool]]] = {
+    "the older mark": (OLD, (True, True)),
+    "grouped by expert": (mark(GROUPED), (True, True)),
+    "rank by rank": (mark(RANKS), (False, False)),
+    "the newer mark wins": (OLD | mark(RANKS), (False, False)),
+    "both marks": (OLD | mark(GROUPED), (True, True)),
+    "gate and up grouped": (mark_each(GROUPED, RANKS), (True, False)),
+    "down grouped": (OLD | mark_each(RANKS, GROUPED), (False, True)),
+}
+"""The fields of a config, and whether the columns of B of gate_up_proj and down_proj are then those of one expert."""
+
+
+@pytest.mark.quick_rows("the newer mark wins", "down grouped")
+@pytest.mark.parametrize(("fields", "grouped"), MARKS.values(), ids=MARKS)
+def test_unsloths_order_of_columns_is_told_by_its_mark(
+    fields: dict[str, Any], grouped: tuple[bool, bool], trained: Callable[..., Case], tmp_path: Path
+) -> None:
     case = trained("qwen3_moe")
 
     def together(state: State) -> State:
-        def columns(b: torch.Tensor) -> torch.Tensor:
-            return b.reshape(len(b), -1, 3).transpose(1, 2).reshape(len(b), -1)
+        def columns(name: str, b: torch.Tensor) -> torch.Tensor:
+            changed = "lora_B" in name and grouped[0 if len(b) == 20 else 1]  # gate and up of width 10; 16 are down's
+            return b.reshape(len(b), -1, 3).transpose(1, 2).reshape(len(b), -1) if changed else b
 
-        return {name: columns(one) if "lora_B" in name else one for name, one in state.items()}
+        return {name: columns(name, one) for name, one in state.items()}
 
     rewrite(case.adapter / "adapter_model.safetensors", together)
-    reconfigure(case, auto_mapping={"unsloth_fixed": True})
+    reconfigure(case, **fields)
     merge_lora(case.base, [case.adapter], tmp_path / "out")
     assert_equal(tmp_path / "out", case.exact)
+
+
+def test_an_order_of_columns_without_a_meaning_is_refused(trained: Callable[..., Case], tmp_path: Path) -> None:
+    case = trained("qwen3_moe")
+    reconfigure(case, **mark("by_column"))
+    with pytest.raises(UnsupportedInput, match="unknown `lora_B_layout` 'by_column'"):
+        merge_lora(case.base, [case.adapter], tmp_path / "out")
 
 
 def old_layout(state: State) -> State:
@@ -298,8 +333,9 @@ def test_lists_of_layers_as_unsloth_makes_of_gpt_oss_find_the_fused_experts(tmp_
     assert_equal(tmp_path / "out", exact)
 
 
+@pytest.mark.parametrize("rank", [2, 6], ids=["one rank", "experts of a smaller rank"])
 @pytest.mark.parametrize("fused", [False, True], ids=["experts one by one", "experts in one tensor"])
-def test_factors_of_grouped_experts_are_those_of_gate_up_and_down(fused: bool, tmp_path: Path) -> None:
+def test_factors_of_grouped_experts_are_those_of_gate_up_and_down(fused: bool, rank: int, tmp_path: Path) -> None:
     model = causal_lm("qwen3_moe", **{**PLAIN, **FAMILIES["qwen3_moe"]})
     model.save_pretrained(tmp_path / "base")
     if fused:
@@ -320,8 +356,10 @@ def test_factors_of_grouped_experts_are_those_of_gate_up_and_down(fused: bool, t
     (tmp_path / "adapter").mkdir()
     named = {f"base_model.model.{experts}.lora_{name}": value for name, value in factors.items()}
     save_file(named, tmp_path / "adapter/adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": ["experts"]}
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["experts"]}
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
+    if rank != 2:
+        (tmp_path / "adapter/automodel_peft_config.json").write_text('{"moe_rank_scaling": true}')
     merge_lora(tmp_path / "base", [tmp_path / "adapter"], tmp_path / "out")
     assert_equal(tmp_path / "out", exact)
 
