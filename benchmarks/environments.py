@@ -55,7 +55,7 @@ ENVIRONMENTS: dict[str, Steps] = {
     "llm": (("llm==0.36",),),
     # the module `onnxruntime`; scripts add the packages of the main environment behind it
     "webgpu": (("--no-deps", "onnxruntime-webgpu==1.27.0"),),
-    "lm-eval": (("lm-eval==0.4.13", "transformers==5.23.0"),),
+    "lm-eval": (("lm-eval[api]==0.4.13", "transformers==5.23.0"),),
     "mergekit": (("mergekit==0.1.5", "transformers==5.23.0", "peft==0.21.2"),),
     "transformers-4.47": (
         ("transformers==4.47.1", "accelerate==1.2.1", "sentencepiece==0.2.0", "tiktoken", "blobfile", "protobuf"),

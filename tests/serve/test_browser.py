@@ -132,7 +132,7 @@ def test_an_error_is_shown_and_the_message_is_restored(page: Page) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "name"), [("top-p", "1.5", "top_p"), ("top-k", "-1", "top_k"), ("seed", "0.5", "seed")]
+    ("place", "value", "name"), [("top-p", "1.5", "top_p"), ("top-k", "-2", "top_k"), ("seed", "0.5", "seed")]
 )
 def test_options_of_sampling_reach_the_server(place: str, value: str, name: str, page: Page) -> None:
     page.limit(4)
