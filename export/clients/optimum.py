@@ -52,7 +52,7 @@ def guess(config: Any, port: Port) -> tuple[int, int]:
 
 
 def accept_any_empty_past(encoded: bytes, past: list[Port]) -> bytes:
-    """The graph with `Reshape(past, [0, kv_heads, -1, head_dim])` before every use of its cache inputs `past`."""
+    """The graph with `Reshape(past, [0, kv_heads, 0, head_dim])` before every use of its cache inputs `past`."""
     model = onnx.load_from_string(encoded)
     graph = model.graph
     renamed = {port.name: f"{port.name}/Reshape:0" for port in past}
@@ -68,7 +68,7 @@ def accept_any_empty_past(encoded: bytes, past: list[Port]) -> bytes:
         heads, size = int(port.axes[1]), int(port.axes[3])
         shape = f"past_shape_{heads}_{size}"
         if shape not in {tensor.name for tensor in graph.initializer}:
-            graph.initializer.append(helper.make_tensor(shape, TensorProto.INT64, [4], [0, heads, -1, size]))
+            graph.initializer.append(helper.make_tensor(shape, TensorProto.INT64, [4], [0, heads, 0, size]))
         node_name = f"{port.name}/Reshape"
         reshapes.append(helper.make_node("Reshape", [port.name, shape], [renamed[port.name]], name=node_name))
     refill(graph.node, [*reshapes, *graph.node])

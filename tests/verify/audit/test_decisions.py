@@ -155,15 +155,18 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"cache": "shared-buffer", "target": "ort-cpu"},
     {"shapes": "static", "batch_size": 2, "max_seq_len": 48, "prompt_len": 8},
     {"prefix": "PrefixTuning"},
+    {"layout": "optimum"},
+    {"layout": "transformersjs"},
 )
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_correct_export_with_options_decides_by_numbers_of_the_model(
-    options: dict[str, Any], optioned: Callable[..., Path]
+    options: dict[str, Any], model_type: str, optioned: Callable[..., Path]
 ) -> None:
-    folder = optioned("llama", **options)
+    folder = optioned(model_type, **options)
     for path in folder.glob("*.onnx"):
         check = audit(folder, path.name)
         assert check.verdict == "pass", check.detail
@@ -187,6 +190,10 @@ def test_a_stage_without_sliding_layers_needs_no_window(optioned: Callable[..., 
     folder = optioned("gemma2", stages=4)
     assert len(list(folder.glob("decode-*.onnx"))) == 4
     audit_all(folder)
+
+
+def test_the_graph_for_optimum_has_its_window(optioned: Callable[..., Path]) -> None:
+    audit_all(optioned("gemma2", layout="optimum"))
 
 
 def test_the_length_of_a_prefix_is_a_number_of_the_model(tiny: Tiny, tmp_path: Path) -> None:

@@ -136,8 +136,10 @@ def test_genai_ends_at_its_padding_token_where_its_configuration_has_no_end_toke
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
     report = checked(without(folders["llama"], tmp_path / "model", "eos_token_id"), "genai")
-    (failed,) = (check for check in report.checks if check.verdict == "fail")
-    assert failed.detail == "genai ends at [0], the model at [2]"
+    assert [check.detail for check in report.checks if check.verdict == "fail"] == [
+        "genai ends at [0], the model at [2]",
+        "`eos_token_id` is None, and the model ends at [2]",
+    ]
 
 
 def test_a_folder_that_a_client_cannot_open_fails_in_its_words(folders: dict[str, Path], tmp_path: Path) -> None:
