@@ -141,7 +141,7 @@ class Embedder:
 
     def _chat(self, text: str, prompt: str) -> list[int]:
         """The tokens of a chat with this message; a prompt is a system message."""
-        from llmconv.generation.chat_templates import render_chat  # noqa: PLC0415 - most models have none
+        from llmconv.runtime.chat_templates import render_chat  # noqa: PLC0415 - most models have none
 
         system = [{"role": "system", "content": prompt}] if prompt else []
         variables = {"add_generation_prompt": False, **(self.rules.in_chat or {})}
@@ -208,7 +208,8 @@ class TextRules:
         if default is not None and (not isinstance(default, str) or default not in prompts):
             problem = f"`{PROMPTS_FILE}` has no prompt `{default}`, its own default"
             raise MalformedInput(problem, hint="copy the file again")
-        most = lengths.get("max_seq_length")
+        own = _tokenizer_options(lengths)
+        most = own.get("model_max_length") or lengths.get("max_seq_length")
         if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
             raise MalformedInput(f"`max_seq_length` in `{LENGTH_FILE}` is not a length", hint="copy the file again")
         return cls(prompts, default, most, bool(lengths.get("do_lower_case")), _chat_variables(lengths))
@@ -225,6 +226,20 @@ class TextRules:
         """The text with the prompt of that name, None for the default; raises UsageProblem for an unknown name."""
         whole = self.prompt(prompt_name) + text
         return whole.lower() if self.lower_case else whole
+
+
+PLAIN = ("model_max_length", "padding_side", "use_fast", "clean_up_tokenization_spaces", "legacy", "revision", "token")
+"""Options of a tokenizer that change no token here, but for the first, which limits them."""
+
+
+def _tokenizer_options(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With what sentence-transformers opens the tokenizer; raises InputRefused for what would change the tokens."""
+    names = [name for name in ("processor_kwargs", "tokenizer_args") if config.get(name)]
+    given = config[names[0]] if names else {}
+    if not isinstance(given, dict) or not given.keys() <= {*PLAIN}:
+        problem = f"`{names[0]}` in `{LENGTH_FILE}` is not supported: {str(given)[:80]}"
+        raise InputRefused(problem, hint="take it out, and save the tokenizer as it has to be")
+    return given
 
 
 def _chat_variables(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

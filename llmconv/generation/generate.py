@@ -136,7 +136,7 @@ class Wording:
     def stops(self) -> tuple[str, ...]:
         if not self._chat_template:
             return ()
-        from llmconv.generation.chat_templates import find_template  # noqa: PLC0415 - a text needs none
+        from llmconv.runtime.chat_templates import find_template  # noqa: PLC0415 - a text needs none
 
         return find_template(self._chat_template).stops
 

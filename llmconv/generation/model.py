@@ -300,7 +300,7 @@ class TextModel:
             InputRefused: the tokenizer has no chat template, the template fails on the messages, or see `encode`.
             UsageProblem: an unknown template.
         """
-        from llmconv.generation.chat_templates import encode_chat  # noqa: PLC0415 - a text needs none
+        from llmconv.runtime.chat_templates import encode_chat  # noqa: PLC0415 - a text needs none
 
         options: dict[str, Any] = {"add_special_tokens": add_special_tokens, "most": most, "variables": variables}
         return encode_chat(self.tokenizer, messages, template, **options)
@@ -330,8 +330,8 @@ class TextModel:
         `messages` have a part of type `image` for each image, or none; the other arguments are as
         there. Also raises InputRefused if an image is refused, UsageProblem if the model takes no images.
         """
-        from llmconv.generation.chat_templates import chat_text  # noqa: PLC0415 - a text needs none
         from llmconv.generation.images import with_images  # noqa: PLC0415 - most models take none
+        from llmconv.runtime.chat_templates import chat_text  # noqa: PLC0415 - a text needs none
 
         encoder = self.require_images()
         if template == TOKENIZER:  # other templates take texts only
