@@ -16,7 +16,6 @@ from llmconv.files.paths import kind_of
 from llmconv.files.sources import fetching, local_path
 from llmconv.generation.loop import LOOKUP, MTP, OFF, Decode, Guesser, Lookup, LoopEngine, PrefixCache
 from llmconv.generation.prompts import (
-    TOKENIZER,
     EncodedPrompt,
     RequestInputs,
     given_inputs,
@@ -47,6 +46,7 @@ from llmconv.generation.runners import (
 )
 from llmconv.generation.sampling import GenerationSettings, require_settings
 from llmconv.progress import warn
+from llmconv.runtime.chat_templates import TOKENIZER
 from llmconv.runtime.extra_inputs import GivenInputs
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, StageAddresses
 from llmconv.runtime.runner import TOKENS_ONLY, PromptEmbeddings, Runner, default_positions
