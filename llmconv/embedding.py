@@ -95,7 +95,8 @@ class Embedder:
         mask = np.zeros_like(ids)
         for row, one in enumerate(tokens):
             ids[row, : len(one)], mask[row, : len(one)] = one, 1
-        return self._graph.run(ids, mask)[OUTPUTS[self.role]]
+        found = self._graph.run(ids, mask)[OUTPUTS[self.role]]
+        return found[:, : self.rules.dimensions] if self.role == "embed" else found
 
     @property
     def vocabulary(self) -> int:
@@ -196,6 +197,7 @@ class TextRules:
     # variables of the chat template in which each text is a user message, as sentence-transformers 6 has it for
     # tokenizers with a template; None for plain texts
     in_chat: Mapping[str, Any] | None = None
+    dimensions: int | None = None  # the first numbers of each embedding that are used; None for all
 
     @classmethod
     def of(cls, folder: Path) -> TextRules:
@@ -212,7 +214,10 @@ class TextRules:
         most = own.get("model_max_length") or lengths.get("max_seq_length")
         if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
             raise MalformedInput(f"`max_seq_length` in `{LENGTH_FILE}` is not a length", hint="copy the file again")
-        return cls(prompts, default, most, bool(lengths.get("do_lower_case")), _chat_variables(lengths))
+        size = found.get("truncate_dim")
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise MalformedInput(f"`truncate_dim` in `{PROMPTS_FILE}` is not a size", hint="copy the file again")
+        return cls(prompts, default, most, bool(lengths.get("do_lower_case")), _chat_variables(lengths), size)
 
     def prompt(self, prompt_name: str | None) -> str:
         """The prompt of that name, None for the default; raises UsageProblem for an unknown name."""

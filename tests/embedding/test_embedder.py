@@ -199,3 +199,12 @@ def test_other_options_of_the_tokenizer_are_refused(chatting: Path, fields: dict
     (chatting / "sentence_bert_config.json").write_text(json.dumps(fields))
     with pytest.raises(InputRefused, match=next(iter(fields))):
         Embedder(chatting)
+
+
+def test_embeddings_have_the_dimensions_that_the_model_was_saved_with(chatting: Path) -> None:
+    whole = Embedder(chatting).encode(["t3 t4"])
+    (chatting / "config_sentence_transformers.json").unlink()
+    (chatting / "config_sentence_transformers.json").write_text(json.dumps({"truncate_dim": 16}))
+    found = Embedder(chatting).encode(["t3 t4"])
+    assert found.shape == (1, 16)
+    np.testing.assert_array_equal(found, whole[:, :16])
