@@ -158,13 +158,24 @@ def open_language_model(checkpoint: Checkpoint, code: Path | None = None, *, emb
 
     whole = load_config(checkpoint.config)
     config = whole.get_text_config(decoder=True)
-    config.tie_word_embeddings = whole.tie_word_embeddings  # a field of the whole model
+    # a field of the whole model
+    config.tie_word_embeddings = whole.tie_word_embeddings and not _has_own_head(checkpoint)
     for name, value in WITHOUT[model_type].items():
         setattr(config, name, value)
     row = find_input_map(model_type if model_type in known_input_maps() else config.model_type)
     input_map = replace(row, extras=(*row.extras, *row.image_extras), image_extras=())
     tower = whole if model_type in VISION_TOWERS else None
     return LanguageModel(config, input_map, find_naming(checkpoint), embedding_size(config), tower)
+
+
+def _has_own_head(checkpoint: Checkpoint) -> bool:
+    """Whether a composite model has a stored output head that its config, most of all `text_config`, does not tie.
+
+    The default of some composite configs is a tied head, whatever that of their language model is (Mistral 3).
+    """
+    parts = (checkpoint.config.get("text_config"), checkpoint.config)
+    stated = [part["tie_word_embeddings"] for part in parts if part and part.get("tie_word_embeddings") is not None]
+    return not any(stated[:1]) and any(name.endswith("lm_head.weight") for name in checkpoint)
 
 
 def build_graph(config: Any, input_map: InputMap, spec: GraphSpec = GROWING) -> tuple[TracedGraph, int]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -24,7 +25,7 @@ from llmconv.progress import warn
 from llmconv.runtime.onnxruntime.graph import SinglePassGraph
 from llmconv.runtime.onnxruntime.session_file import SessionOptions, session_settings
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.tokenizer import TooManyTokens, encode_prompt, load_tokenizer
+from llmconv.runtime.tokenizer import TooManyTokens, encode_prompt, load_tokenizer, token_ids
 from llmconv.tensors import Array
 
 __all__ = ["Embedded", "Embedder", "TextFeatures", "embed"]
@@ -94,7 +95,8 @@ class Embedder:
         mask = np.zeros_like(ids)
         for row, one in enumerate(tokens):
             ids[row, : len(one)], mask[row, : len(one)] = one, 1
-        return self._graph.run(ids, mask)[OUTPUTS[self.role]]
+        found = self._graph.run(ids, mask)[OUTPUTS[self.role]]
+        return found[:, : self.rules.dimensions] if self.role == "embed" else found
 
     @property
     def vocabulary(self) -> int:
@@ -107,6 +109,8 @@ class Embedder:
         Without `cuts` a text that is longer than the maximum has more ids than it. Raises UsageProblem for no such
         prompt, InputRefused for a text without tokens.
         """
+        if self.role == "embed" and self.rules.in_chat is not None:
+            return self._chats(texts, prompt_name, cuts=cuts)
         made, texts = [], [self.rules.text(text, prompt_name) for text in texts]
         for at, text in enumerate(texts):
             try:
@@ -114,12 +118,39 @@ class Embedder:
             except TooManyTokens as error:
                 made.append(error.ids)
                 texts[at] = error.beginning
-        long = [at for at, ids in enumerate(made) if len(ids) > self.most] if cuts else []
-        if long:
-            warn(f"{len(long)} of {len(texts)} texts are longer than {self.most} tokens and were cut at their end")
-        for at in long:
+        for at in self._long(made) if cuts else ():
             made[at] = self._tokenizer(texts[at], truncation=True, max_length=self.most)["input_ids"]
         return made
+
+    def _long(self, made: Sequence[Sequence[int]]) -> list[int]:
+        """The texts that are cut, after a warning about them."""
+        if long := [at for at, ids in enumerate(made) if len(ids) > self.most]:
+            warn(f"{len(long)} of {len(made)} texts are longer than {self.most} tokens and were cut at their end")
+        return long
+
+    def _chats(self, texts: Sequence[str], prompt_name: str | None, *, cuts: bool) -> list[list[int]]:
+        """As `tokens`, of texts that are user messages; what the template writes after them is kept in cut ones."""
+        prompt = self.rules.prompt(prompt_name)
+        made = [self._chat(text, prompt) for text in texts]
+        if long := self._long(made) if cuts else []:
+            # what two short texts have in common at their end is the template's
+            pairs = zip(reversed(self._chat("0", prompt)), reversed(self._chat("1 2 3 4", prompt)), strict=False)
+            end = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)][: self.most][::-1]
+            for at in long:
+                made[at] = [*made[at][: self.most - len(end)], *end]
+        return made
+
+    def _chat(self, text: str, prompt: str) -> list[int]:
+        """The tokens of a chat with this message; a prompt is a system message."""
+        from llmconv.runtime.chat_templates import render_chat  # noqa: PLC0415 - most models have none
+
+        system = [{"role": "system", "content": prompt}] if prompt else []
+        variables = {"add_generation_prompt": False, **(self.rules.in_chat or {})}
+        chat = render_chat(self._tokenizer, [*system, {"role": "user", "content": text}], variables=variables)
+        try:
+            return token_ids(self._tokenizer, chat, self.most, add_special_tokens=False)
+        except TooManyTokens as error:
+            return error.ids
 
 
 class TextFeatures:
@@ -163,6 +194,10 @@ class TextRules:
     default: str | None = None  # name of the prompt for texts without one; None for no prompt
     max_tokens: int | None = None  # maximum number of tokens of a text; None for that of the tokenizer
     lower_case: bool = False  # texts are converted to lower case first
+    # variables of the chat template in which each text is a user message, as sentence-transformers 6 has it for
+    # tokenizers with a template; None for plain texts
+    in_chat: Mapping[str, Any] | None = None
+    dimensions: int | None = None  # the first numbers of each embedding that are used; None for all
 
     @classmethod
     def of(cls, folder: Path) -> TextRules:
@@ -175,19 +210,51 @@ class TextRules:
         if default is not None and (not isinstance(default, str) or default not in prompts):
             problem = f"`{PROMPTS_FILE}` has no prompt `{default}`, its own default"
             raise MalformedInput(problem, hint="copy the file again")
-        most = lengths.get("max_seq_length")
+        own = _tokenizer_options(lengths)
+        most = own.get("model_max_length") or lengths.get("max_seq_length")
         if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
             raise MalformedInput(f"`max_seq_length` in `{LENGTH_FILE}` is not a length", hint="copy the file again")
-        return cls(prompts, default, most, bool(lengths.get("do_lower_case")))
+        size = found.get("truncate_dim")
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise MalformedInput(f"`truncate_dim` in `{PROMPTS_FILE}` is not a size", hint="copy the file again")
+        return cls(prompts, default, most, bool(lengths.get("do_lower_case")), _chat_variables(lengths), size)
 
-    def text(self, text: str, prompt_name: str | None) -> str:
-        """The text with the prompt of that name, None for the default; raises UsageProblem for an unknown name."""
+    def prompt(self, prompt_name: str | None) -> str:
+        """The prompt of that name, None for the default; raises UsageProblem for an unknown name."""
         name = self.default if prompt_name is None else prompt_name
         if name is not None and name not in self.prompts:
             known = ", ".join(f"`{one}`" for one in self.prompts) or "none"
             raise UsageProblem(f"the model has no prompt `{name}`", hint=f"prompts of this model: {known}")
-        whole = text if name is None else self.prompts[name] + text
+        return "" if name is None else self.prompts[name]
+
+    def text(self, text: str, prompt_name: str | None) -> str:
+        """The text with the prompt of that name, None for the default; raises UsageProblem for an unknown name."""
+        whole = self.prompt(prompt_name) + text
         return whole.lower() if self.lower_case else whole
+
+
+PLAIN = ("model_max_length", "padding_side", "use_fast", "clean_up_tokenization_spaces", "legacy", "revision", "token")
+"""Options of a tokenizer that change no token here, but for the first, which limits them."""
+
+
+def _tokenizer_options(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With what sentence-transformers opens the tokenizer; raises InputRefused for what would change the tokens."""
+    names = [name for name in ("processor_kwargs", "tokenizer_args") if config.get(name)]
+    given = config[names[0]] if names else {}
+    if not isinstance(given, dict) or not given.keys() <= {*PLAIN}:
+        problem = f"`{names[0]}` in `{LENGTH_FILE}` is not supported: {str(given)[:80]}"
+        raise InputRefused(problem, hint="take it out, and save the tokenizer as it has to be")
+    return given
+
+
+def _chat_variables(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """`TextRules.in_chat` of a `sentence_bert_config.json`; raises InputRefused for what would change the tokens."""
+    given = config.get("processing_kwargs") or {}
+    if not isinstance(given, dict) or any(options for name, options in given.items() if name != "chat_template"):
+        problem = f"`processing_kwargs` in `{LENGTH_FILE}` is not supported: {str(given)[:80]}"
+        raise InputRefused(problem, hint="take it out; `max_seq_length` limits the tokens of a text")
+    kinds, variables = config.get("modality_config"), given.get("chat_template") or {}
+    return variables if isinstance(kinds, dict) and "message" in kinds and isinstance(variables, dict) else None
 
 
 @dataclass(frozen=True)

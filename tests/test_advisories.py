@@ -20,7 +20,7 @@ from onnx import numpy_helper
 
 from llmconv.convert import to_hf
 from llmconv.errors import LlmconvError, MalformedInput
-from llmconv.generation.chat_templates import render_chat
+from llmconv.runtime.chat_templates import render_chat
 from llmconv.runtime.onnxruntime.guard import load_guarded
 from llmconv.runtime.tokenizer import load_tokenizer
 from tests.hostile.advisories import CASES

@@ -140,7 +140,7 @@ def _checked_folder(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]
         if not isinstance(asked, str) and not config.get(AUTO_MAP):
             return _refuse_differences(asked, tensors, config, source, keeps_others=True)
     try:
-        return _checked(tensors, config, source)
+        return [*_checked(tensors, config, source), *_without_vision(tensors, config, source)]
     except MalformedInput as why:
         if UNMERGED_SAYS in why.message:
             raise
@@ -160,6 +160,22 @@ def _checked_folder(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]
         if architecture(config) == causal_lm_classes().get(str(config.get("model_type"))):
             raise problem from None
         raise
+
+
+VISION = re.compile(r"vis|image|siglip|clip|vit", re.IGNORECASE)
+
+
+def _without_vision(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> list[str]:
+    """A warning for the text part alone of a model with images, whose class transformers would fill at random."""
+    named = architecture(config)
+    if not (isinstance(config.get("vision_config"), Mapping) and named.endswith("ForConditionalGeneration")):
+        return []
+    if any(VISION.search(name) for name in tensors):
+        return []
+    return [
+        f"`{source}` has no tensors of images, and its `architectures` names {named}, in which transformers fills them "
+        "at random: a language model alone has the fields of `text_config` as its `config.json`"
+    ]
 
 
 def _passed_over(names: Sequence[str]) -> list[str]:

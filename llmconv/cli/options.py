@@ -277,7 +277,7 @@ def deltas() -> list[str]:
 
 @partial(completed, paths=True)
 def templates() -> list[str]:
-    from llmconv.generation.chat_templates import TEMPLATES
+    from llmconv.runtime.chat_templates import TEMPLATES
 
     return [*TEMPLATES]
 

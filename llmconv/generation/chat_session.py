@@ -9,12 +9,11 @@ from typing import Any
 from llmconv.argument_checks import checked
 from llmconv.errors import UsageProblem
 from llmconv.files.paths import kind_of
-from llmconv.generation.chat_templates import find_template, require_template
 from llmconv.generation.loop import Conversation
 from llmconv.generation.model import TextModel
-from llmconv.generation.prompts import TOKENIZER
 from llmconv.generation.row import TextPiece
 from llmconv.generation.sampling import GenerationSettings
+from llmconv.runtime.chat_templates import TOKENIZER, find_template, require_template
 
 ANSWER_TOKENS = 2048  # maximum number of tokens in an answer, unless a setting or the context gives a smaller one
 MAX_SHIFT = 16  # maximum difference in tokens between an answer and its text when that is tokenized again

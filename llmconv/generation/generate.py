@@ -17,7 +17,6 @@ from llmconv.generation.completions import TOO_LONG, Completion, CompletionFile,
 from llmconv.generation.loop import SharedPrefix
 from llmconv.generation.model import TextModel
 from llmconv.generation.prompts import (
-    TOKENIZER,
     EncodedPrompt,
     Prompt,
     PromptContent,
@@ -33,6 +32,7 @@ from llmconv.generation.prompts import (
 from llmconv.generation.row import TextPiece, require_streamer
 from llmconv.generation.sampling import GenerationSettings, require_known, settings_fields, settings_line
 from llmconv.progress import say, warn
+from llmconv.runtime.chat_templates import TOKENIZER
 from llmconv.runtime.onnxruntime.session_file import SessionOptions, session_settings
 from llmconv.runtime.onnxruntime.session_settings import REMOTE_SILENCE, StageAddresses
 from llmconv.runtime.runner import PromptEmbeddings
@@ -136,7 +136,7 @@ class Wording:
     def stops(self) -> tuple[str, ...]:
         if not self._chat_template:
             return ()
-        from llmconv.generation.chat_templates import find_template  # noqa: PLC0415 - a text needs none
+        from llmconv.runtime.chat_templates import find_template  # noqa: PLC0415 - a text needs none
 
         return find_template(self._chat_template).stops
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerationMixin, LogitsProcessorList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from llmconv.errors import UnsupportedInput, UsageProblem, first_line
@@ -23,6 +23,8 @@ from llmconv.tensors import Array
 
 NEED_THE_MODEL = frozenset({"guidance_scale", "dola_layers", "penalty_alpha", "token_healing", "max_time"})
 NEED_BEAMS = frozenset({"num_beam_groups", "diversity_penalty", "constraints", "force_words_ids"})
+OF_THE_PROMPT = frozenset({"encoder_no_repeat_ngram_size", "encoder_repetition_penalty"})
+"""Fields whose processors are made for one prompt: without it transformers leaves them out, with a warning."""
 Processor = Callable[[Array, Array], Array]  # tokens [length] and logits [vocabulary] to scores [vocabulary]
 
 
@@ -123,19 +125,27 @@ def processor(settings: GenerationSettings, prompt_tokens: int, limit: int) -> P
     if refused := sorted(settings.extra.keys() & (NEED_THE_MODEL | NEED_BEAMS)):
         problem = f"`{refused[0]}` of the generation config is not supported"
         raise UnsupportedInput(problem, hint="remove it from generation_config.json")
-    model = GraphModel()
-    try:
+    model, of_prompt = GraphModel(), bool(settings.extra.keys() & OF_THE_PROMPT)
+
+    def steps_of(prompt: torch.Tensor) -> LogitsProcessorList:
         config = generation_config(settings, limit)
         config.max_length = prompt_tokens + limit  # as `generate` sets it, for a forced last token
         model._prepare_special_tokens(config, kwargs_has_attention_mask=True)
-        steps = model._get_logits_processor(config, input_ids_seq_length=prompt_tokens, device="cpu")
+        return model._get_logits_processor(
+            config, input_ids_seq_length=prompt_tokens, encoder_input_ids=prompt, device="cpu"
+        )
+
+    try:
+        made = [steps_of(torch.zeros((1, prompt_tokens), dtype=torch.long))]
     except Exception as error:  # its checks and constructors raise anything for an invalid value
         raise _refused(error) from error
 
     def scores(ids: Array, logits: Array) -> Array:
-        given = torch.from_numpy(logits.astype(np.float32))[None]
+        given, tokens = torch.from_numpy(logits.astype(np.float32))[None], torch.from_numpy(ids)[None]
         try:
-            return np.asarray(steps(torch.from_numpy(ids)[None], given)[0].numpy())
+            if of_prompt and len(made) == 1:
+                made.append(steps_of(tokens[:, :prompt_tokens]))
+            return np.asarray(made[-1](tokens, given)[0].numpy())
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
             raise _refused(error) from error
 

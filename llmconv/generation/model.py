@@ -16,7 +16,6 @@ from llmconv.files.paths import kind_of
 from llmconv.files.sources import fetching, local_path
 from llmconv.generation.loop import LOOKUP, MTP, OFF, Decode, Guesser, Lookup, LoopEngine, PrefixCache
 from llmconv.generation.prompts import (
-    TOKENIZER,
     EncodedPrompt,
     RequestInputs,
     given_inputs,
@@ -47,6 +46,7 @@ from llmconv.generation.runners import (
 )
 from llmconv.generation.sampling import GenerationSettings, require_settings
 from llmconv.progress import warn
+from llmconv.runtime.chat_templates import TOKENIZER
 from llmconv.runtime.extra_inputs import GivenInputs
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, StageAddresses
 from llmconv.runtime.runner import TOKENS_ONLY, PromptEmbeddings, Runner, default_positions
@@ -300,7 +300,7 @@ class TextModel:
             InputRefused: the tokenizer has no chat template, the template fails on the messages, or see `encode`.
             UsageProblem: an unknown template.
         """
-        from llmconv.generation.chat_templates import encode_chat  # noqa: PLC0415 - a text needs none
+        from llmconv.runtime.chat_templates import encode_chat  # noqa: PLC0415 - a text needs none
 
         options: dict[str, Any] = {"add_special_tokens": add_special_tokens, "most": most, "variables": variables}
         return encode_chat(self.tokenizer, messages, template, **options)
@@ -330,8 +330,8 @@ class TextModel:
         `messages` have a part of type `image` for each image, or none; the other arguments are as
         there. Also raises InputRefused if an image is refused, UsageProblem if the model takes no images.
         """
-        from llmconv.generation.chat_templates import chat_text  # noqa: PLC0415 - a text needs none
         from llmconv.generation.images import with_images  # noqa: PLC0415 - most models take none
+        from llmconv.runtime.chat_templates import chat_text  # noqa: PLC0415 - a text needs none
 
         encoder = self.require_images()
         if template == TOKENIZER:  # other templates take texts only

@@ -21,11 +21,11 @@ from llmconv.checkpoint import StrictJsonError, first_strict_error, parse_strict
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem, first_line
 from llmconv.files.paths import kind_of, path_of
 from llmconv.files.safetensors_file import read_header
+from llmconv.runtime.chat_templates import require_contents
 from llmconv.runtime.extra_inputs import BATCH, PAST, ExtraInput, GivenInputs, ModelCall
 from llmconv.runtime.runner import PromptEmbeddings
 from llmconv.tensors import BY_NAME, Array
 
-TOKENIZER = "tokenizer"  # the name of the tokenizer's own chat template
 PromptContent = str | list[dict[str, Any]]  # a text, or a chat as a list of messages
 
 
@@ -366,35 +366,9 @@ def _is_chat(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(is_message, value))
 
 
-def is_text_part(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-def text_of(content: Any) -> str:
-    """A content as one text: that of its text parts."""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content if is_text_part(part))
-
-
 def is_message(message: Any) -> bool:
     """Whether a value has the form of a message; `require_contents` checks the content."""
     return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
-
-
-def require_contents(messages: Sequence[Mapping[str, Any]], where: str = "the chat") -> None:
-    """Raises InputRefused for contents that a template would render as `None` or `7`, or fail on.
-
-    A content is a text, a list of parts (which some templates take), or None in a message of the assistant that has
-    `tool_calls`, as in OpenAI's API. `where` is the name of the chat in the message.
-    """
-    for number, message in enumerate(messages, start=1):
-        content = message["content"]
-        if isinstance(content, str | list | tuple):
-            continue
-        if content is None and message["role"] == "assistant" and message.get("tool_calls"):
-            continue
-        kind = "null" if content is None else kind_of(content)
-        hint = 'give a text, or ""; null is allowed only in a message of the assistant with `tool_calls`'
-        raise InputRefused(f"the `content` of message {number} in {where} is {kind}, but must be a text", hint=hint)
 
 
 @dataclass(frozen=True)

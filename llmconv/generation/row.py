@@ -66,6 +66,7 @@ class TextStream:
 
     A token may be part of a UTF-8 character, and its text may depend on the token before (a leading space). So each
     piece is the difference between two decodings of a short window, held back while it ends in an incomplete character.
+    A byte that makes no character changes how `ByteFallback` decodes those before it, too; these are shown already.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
@@ -80,7 +81,7 @@ class TextStream:
         text = self._decode(self._tokens)
         if text.endswith(INCOMPLETE) or len(text) <= len(self._text):
             return ""
-        piece = text[len(self._text) :]
+        piece = self._rest(text)
         self._tokens = self._tokens[self._shown :]
         self._shown = len(self._tokens)
         self._text = self._decode(self._tokens)
@@ -88,9 +89,13 @@ class TextStream:
 
     def close(self) -> str:
         """The text that was held back; an incomplete character becomes U+FFFD."""
-        piece = self._decode(self._tokens)[len(self._text) :]
+        piece = self._rest(self._decode(self._tokens))
         self._tokens, self._shown, self._text = [], 0, ""
         return piece
+
+    def _rest(self, text: str) -> str:
+        """What of the window's text is not in the output."""
+        return text[len(self._text) :] if text.startswith(self._text) else self._decode(self._tokens[self._shown :])
 
 
 class StopStrings:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmconv.causal_lm import language_config
 from llmconv.checkpoint import read_json
 from llmconv.errors import MalformedInput, UsageProblem
 from llmconv.files.paths import kind_of, path_of
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from llmconv.generation.structured import Structure
     from llmconv.generation.token_rules import TokenRules
 
-GENERATION_CONFIG = "generation_config.json"
+GENERATION_CONFIG, CONFIG = "generation_config.json", "config.json"
 DEFAULT_NEW_TOKENS = 20  # transformers' default if neither `max_new_tokens` nor `max_length` is set
 
 # fields that change the text, with their neutral value; None is neutral for all of them
@@ -137,21 +136,31 @@ class GenerationSettings:
     def of(cls, folder: str | Path, **overrides: Any) -> GenerationSettings:
         """The settings in a folder's `generation_config.json`, replaced by `overrides`.
 
-        These are fields of `GenerationConfig`, None if not given; end tokens may be in `config.json`. Raises
-        MalformedInput for an invalid value in the file, UsageProblem for an invalid override.
+        These are fields of `GenerationConfig`, None if not given. Without such a file those of `config.json` count, as
+        transformers' `from_model_config` reads them; with one, special tokens that it lacks may be there. Raises
+        MalformedInput for an invalid value in a file, UsageProblem for an invalid override.
         """
         folder = path_of(folder, "folder")
-        file = folder / GENERATION_CONFIG
-        return cls.of_config(read_json(file) if file.is_file() else {}, language_config(folder)).but(**overrides)
+        file, config = folder / GENERATION_CONFIG, _of_model(folder / CONFIG)
+        if file.is_file():
+            return cls.of_config(read_json(file), config).but(**overrides)
+        return cls.of_config(config, {}, CONFIG).but(**overrides)
 
     @classmethod
-    def of_config(cls, fields: Mapping[str, Any], config: Mapping[str, Any]) -> GenerationSettings:
+    def of_config(
+        cls, fields: Mapping[str, Any], config: Mapping[str, Any], file: str = GENERATION_CONFIG
+    ) -> GenerationSettings:
         """The settings of a `GenerationConfig` (None: not set), and `config` may have end tokens; MalformedInput."""
         given = {name: value for name, value in fields.items() if value is not None}
         try:
             return cls()._changed({**{name: config.get(name) for name in SPECIAL_TOKENS}, **given})
         except UsageProblem as error:
-            raise MalformedInput(f"`{GENERATION_CONFIG}`: {error.message}", hint="fix or remove the file") from error
+            hint = (
+                "fix or remove the file"
+                if file == GENERATION_CONFIG
+                else f"correct it, or write a `{GENERATION_CONFIG}`"
+            )
+            raise MalformedInput(f"`{file}`: {error.message}", hint=hint) from error
 
     def but(self, **changes: Any) -> GenerationSettings:
         """A copy with the given fields, but None, replaced; UsageProblem for an unknown, unused or invalid field."""
@@ -175,6 +184,18 @@ class GenerationSettings:
         others = {name: given[name] for name, neutral in NEUTRAL.items() if given.get(name) not in (None, neutral)}
         others |= {name: given[name] for name in sorted(NO_NEUTRAL) if given.get(name) is not None}
         return replace(self, **values, extra={**self.extra, **others}, **objects, explicit=explicit)
+
+
+def _of_model(path: Path) -> dict[str, Any]:
+    """The generation fields of a `config.json`, and of its `text_config` where the model itself sets none.
+
+    transformers before 4.26 wrote them there (`GenerationConfig.from_model_config`).
+    """
+    config: dict[str, Any] = read_json(path) if path.is_file() else {}
+    text = config.get("text_config")
+    known = {*KINDS, *NEUTRAL, *NO_NEUTRAL} - {"seed"}
+    parts = (text if isinstance(text, dict) else {}, config)
+    return {name: one for part in parts for name, one in part.items() if name in known and one is not None}
 
 
 def require_known(names: Iterable[str], others: Iterable[str] = ()) -> None:

@@ -22,7 +22,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
-from llmconv.generation.limited_child import TooCostly, bounded_text
+from llmconv.runtime.limited_child import TooCostly, bounded_text
 from llmconv.tensors import Array
 
 MAX_BYTES, MAX_DEPTH, MAX_SCHEMAS = 256 << 10, 64, 4000  # of a schema, regex or grammar; depth and number of schemas

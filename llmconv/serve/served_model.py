@@ -13,13 +13,13 @@ from typing import Any, Protocol
 from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.generation import Conversation, GenerationSettings, TextModel
 from llmconv.generation.chat_session import ANSWER_TOKENS
-from llmconv.generation.chat_templates import find_template, require_valid
 from llmconv.generation.loop import common_length
-from llmconv.generation.prompts import TOKENIZER, EncodedPrompt
+from llmconv.generation.prompts import EncodedPrompt
 from llmconv.generation.row import TextPiece, TextStream
 from llmconv.generation.token_rules import TokenLogprob, TokenRules, prompt_logprobs
 from llmconv.memory import available_memory
 from llmconv.progress import warn
+from llmconv.runtime.chat_templates import TOKENIZER, find_template, require_valid
 from llmconv.runtime.runner import Cache, PromptEmbeddings, RemoteCache
 from llmconv.runtime.tokenizer import TokenDecoder, TooManyTokens, token_ids
 from llmconv.serve.answer_format import AnswerFormat, AnswerPlan

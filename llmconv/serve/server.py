@@ -33,8 +33,8 @@ from llmconv.embedding import Embedder, embeds
 from llmconv.errors import OutputFailed, UsageProblem, printable
 from llmconv.files.sources import remove_downloads
 from llmconv.generation import TextModel
-from llmconv.generation.prompts import TOKENIZER
 from llmconv.progress import say, warn
+from llmconv.runtime.chat_templates import TOKENIZER
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.serve.app import AccessRules, make_app
 from llmconv.serve.embeddings import ServedEmbedder

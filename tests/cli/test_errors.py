@@ -14,8 +14,8 @@ import llmconv.cli
 import llmconv.convert
 import llmconv.embedding
 import llmconv.export
-import llmconv.generation.chat_templates
 import llmconv.push
+import llmconv.runtime.chat_templates
 import llmconv.runtime.tokenizer
 import llmconv.steps.run_file
 import llmconv.verify

@@ -150,3 +150,61 @@ def test_the_function_takes_the_options_of_sessions_by_name(folder: Path) -> Non
         embed(folder, ["ab"], thread=1)  # type: ignore[call-arg]
     with pytest.raises(UsageProblem, match="no provider `nowhere`"):
         embed(folder, "ab", provider="nowhere")
+
+
+TEMPLATE = "{% for m in messages %}{{ 't12 ' if m.role == 'user' else 't13 ' }}{{ m.content }}{{ ' t14 ' }}{% endfor %}"
+
+
+@pytest.fixture
+def chatting(folder: Path, tmp_path: Path) -> Path:
+    """As sentence-transformers 6 saves a model whose tokenizer has a chat template."""
+    for path in folder.iterdir():
+        if path.is_file():
+            (tmp_path / path.name).hardlink_to(path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    kinds = {kind: {"method": "forward", "method_output_name": "last_hidden_state"} for kind in ("text", "message")}
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"modality_config": kinds}))
+    return tmp_path
+
+
+def test_a_text_is_a_message_where_the_model_was_saved_with_its_chat_template(chatting: Path) -> None:
+    embedder = Embedder(chatting)
+    assert embedder.tokens(["t3 t4", "t5"]) == [[12, 3, 4, 14], [12, 5, 14]]
+    assert embedder.tokens(["t3"], "query") == [[13, 9, 14, 12, 3, 14]]
+
+
+def test_a_message_that_is_cut_keeps_what_the_template_writes_after_it(chatting: Path) -> None:
+    embedder = Embedder(chatting)
+    embedder.most = 4
+    cut, whole = embedder.tokens(["t3 t4 t5 t6", "t3"])
+    assert (len(cut), cut[:2], cut[-1], whole) == (4, [12, 3], 14, [12, 3, 14])
+
+
+def test_before_version_6_a_text_is_no_message(chatting: Path) -> None:
+    (chatting / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 9}))
+    assert Embedder(chatting).tokens(["t3 t4"]) == [[3, 4]]
+
+
+@pytest.mark.parametrize("name", ["processor_kwargs", "tokenizer_args"])
+def test_a_length_among_the_options_of_the_tokenizer_counts(chatting: Path, name: str) -> None:
+    fields = {name: {"model_max_length": 2}, "max_seq_length": 9}
+    (chatting / "sentence_bert_config.json").write_text(json.dumps(fields))
+    assert Embedder(chatting).tokens(["t3 t4 t5"]) == [[3, 4]]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"processing_kwargs": {"text": {"max_length": 3}}}, {"processor_kwargs": {"bos_token": "t4"}}]
+)
+def test_other_options_of_the_tokenizer_are_refused(chatting: Path, fields: dict[str, object]) -> None:
+    (chatting / "sentence_bert_config.json").write_text(json.dumps(fields))
+    with pytest.raises(InputRefused, match=next(iter(fields))):
+        Embedder(chatting)
+
+
+def test_embeddings_have_the_dimensions_that_the_model_was_saved_with(chatting: Path) -> None:
+    whole = Embedder(chatting).encode(["t3 t4"])
+    (chatting / "config_sentence_transformers.json").unlink()
+    (chatting / "config_sentence_transformers.json").write_text(json.dumps({"truncate_dim": 16}))
+    found = Embedder(chatting).encode(["t3 t4"])
+    assert found.shape == (1, 16)
+    np.testing.assert_array_equal(found, whole[:, :16])

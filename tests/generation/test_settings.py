@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from llmconv.errors import MalformedInput
+from llmconv.errors import LlmconvError, MalformedInput
 from llmconv.generation import GenerationSettings
 from llmconv.generation.sampling import settings_line
 
@@ -53,3 +56,92 @@ def test_a_file_with_an_invalid_value_is_refused(tmp_path: Path, fields: dict[st
 def test_a_long_list_of_a_model_folder_is_cut_on_the_line_of_settings() -> None:
     settings = GenerationSettings(extra={"bad_words_ids": [[at] * 50 for at in range(10_000)]})
     assert "bad_words_ids [[0, 0" in settings_line(settings) and len(settings_line(settings)) < 1000
+
+
+LEGACY: dict[str, Any] = {
+    "repetition_penalty": 1.4,
+    "no_repeat_ngram_size": 2,
+    "max_length": 25,
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_k": 7,
+    "num_beams": 3,
+    "min_length": 30,
+    "bad_words_ids": [[7]],
+    "suppress_tokens": [9, 10],
+}
+
+
+def of_transformers(folder: Path) -> Any:
+    """The settings that transformers generates with, without a model."""
+    from transformers import GenerationConfig  # noqa: PLC0415
+
+    if (folder / "generation_config.json").exists():
+        return GenerationConfig.from_pretrained(folder)
+    return GenerationConfig.from_pretrained(folder, config_file_name="config.json", _from_model_config=True)
+
+
+def test_end_tokens_of_a_config_and_its_text_config_are_those_of_transformers(tmp_path: Path) -> None:
+    found: list[object] = []
+    for top, inner, own in product((None, 5, [1, 5]), (None, 1, [1, 7]), (None, [9, 1])):
+        text = {"model_type": "gemma3_text", "eos_token_id": inner}
+        config = {"model_type": "gemma3", "eos_token_id": top, "text_config": text}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "generation_config.json").unlink(missing_ok=True)
+        if own:
+            with_config(tmp_path, eos_token_id=own)
+        wanted = of_transformers(tmp_path).eos_token_id or []
+        ends = GenerationSettings.of(tmp_path).eos_token_id
+        found += [(config, own)] * (ends != {*(wanted if isinstance(wanted, list) else [wanted])})
+    assert found == []
+
+
+@pytest.mark.parametrize("place", ["config", "text_config"])
+def test_without_the_file_generation_fields_of_the_config_count(tmp_path: Path, place: str) -> None:
+    config = {"model_type": "llama", **LEGACY} if place == "config" else {"model_type": "gemma3", place: LEGACY}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings, wanted = GenerationSettings.of(tmp_path), of_transformers(tmp_path)
+    assert {name: getattr(settings, name, settings.extra.get(name)) for name in LEGACY} == {
+        name: getattr(wanted, name) for name in LEGACY
+    }
+    assert GenerationSettings.of(with_config(tmp_path, top_k=3)).repetition_penalty == 1.0
+
+
+FIELDS: dict[str, Any] = {
+    "min_length": 9,
+    "min_new_tokens": 4,
+    "typical_p": 0.4,
+    "epsilon_cutoff": 0.02,
+    "eta_cutoff": 0.05,
+    "no_repeat_ngram_size": 2,
+    "encoder_no_repeat_ngram_size": 2,
+    "encoder_repetition_penalty": 1.5,
+    "bad_words_ids": [[7]],
+    "suppress_tokens": [7],
+    "begin_suppress_tokens": [7],
+    "sequence_bias": [[[7], 4.0]],
+    "exponential_decay_length_penalty": [0, 1.5],
+    "top_h": 0.3,
+    "guidance_scale": 1.5,
+    "diversity_penalty": 0.5,
+    "penalty_alpha": 0.5,
+    "renormalize_logits": True,
+}
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_that_is_taken_has_an_effect_or_is_refused(name: str) -> None:
+    from llmconv.generation.logits_processors import processor  # noqa: PLC0415 - imports torch
+
+    settings = GenerationSettings(do_sample=True, eos_token_id=frozenset({2}), top_k=0).but(**{name: FIELDS[name]})
+    plain = GenerationSettings(do_sample=True, eos_token_id=frozenset({2}), top_k=0)
+    prompt, logits = np.array([3, 4, 3, 4, 5, 4, 3]), np.random.default_rng(0).normal(size=12) * 2
+    try:
+        scores, without = (processor(one, len(prompt), 8) for one in (settings, plain))
+    except LlmconvError as error:
+        assert name in error.message
+        return
+    for ids in (prompt, np.array([*prompt, 3])):
+        if not np.array_equal(scores(ids, logits), without(ids, logits)):
+            return
+    pytest.fail(f"`{name}` has no effect")

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders
 
 from llmconv.generation.row import INCOMPLETE, OrderedWriter, TextStream
 
@@ -51,3 +54,20 @@ def test_texts_of_a_batch_come_one_after_another() -> None:
     for index, piece, done in [(0, "a", False), (1, "b", False), (2, "", True), (0, "A", True), (1, "B", True)]:
         writer.push(index, piece, done)
     assert written == ["a", "A\n", "b", "B\n", "\n"]
+
+
+FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def byte_fallback(tokens: Sequence[int]) -> str:
+    """Decodes as Llama 2's tokenizer: 0 to 255 are bytes, others letters; one bad byte makes all around it U+FFFD."""
+    steps = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return steps.decode([FALLBACK[token] if token < 256 else chr(token) for token in tokens])
+
+
+@given(st.lists(st.sampled_from([*"🙂é漢".encode(), *"é".encode(), 0x61, 0xFF, 0x416, 0x417]), max_size=12))
+def test_a_bad_byte_after_a_character_is_one_replacement(tokens: list[int]) -> None:
+    stream = TextStream(byte_fallback)
+    text = "".join(map(stream.push, tokens)) + stream.close()
+    size = sum(1 if token < 256 else 2 for token in tokens)
+    assert sum(1 if letter == INCOMPLETE else len(letter.encode()) for letter in text) == size

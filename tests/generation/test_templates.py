@@ -11,8 +11,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from llmconv.errors import InputRefused, UsageProblem
-from llmconv.generation.chat_templates import encode_chat, render_chat
 from llmconv.generation.prompts import with_prefix
+from llmconv.runtime.chat_templates import encode_chat, render_chat
 from llmconv.runtime.tokenizer import TooManyTokens
 from tests.builders.talking import save_letters
 

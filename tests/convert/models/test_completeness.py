@@ -18,11 +18,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from llmconv.checkpoint import open_weights
 from llmconv.convert.models.blueprint import blueprint
-from llmconv.convert.models.completeness import as_loaded, check_complete, depth_is_possible
+from llmconv.convert.models.completeness import as_loaded, check_complete, check_folder, depth_is_possible
 from llmconv.convert.models.head_and_dtype import settle_head
 from llmconv.convert.opening import open_training
 from llmconv.errors import LlmconvError, MalformedInput
@@ -290,3 +290,22 @@ def test_a_size_in_a_layer_is_no_number_of_layers() -> None:
     assert depth_is_possible({}, {"text_config": sizes})
     assert depth_is_possible({}, {"num_experts": 16384}), "the default of Doge"
     assert not depth_is_possible({}, {"text_config": {"num_foo_layers": 5000}})
+
+
+@pytest.mark.slow
+def test_the_text_part_alone_of_a_model_with_images_is_named(tmp_path: Path) -> None:
+    text: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "head_dim": 8,
+    }
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["full_attention"]}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    fields, tensors = json.loads((tmp_path / "config.json").read_text()), open_weights(tmp_path)
+    assert not any("images" in note for note in check_folder(tensors, fields, "whole"))
+    alone = {name.replace("language_model.", ""): one for name, one in tensors.items() if "visual" not in name}
+    assert any("no tensors of images" in note for note in check_folder(alone, fields, "part"))
