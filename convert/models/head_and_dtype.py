@@ -81,11 +81,17 @@ def settle_head(
 
 
 def settled(checkpoint: Checkpoint, *, sampled: bool = False) -> Checkpoint:
-    """The training checkpoint after `settle_head`; a Hugging Face folder, or a model with its own code, as it is."""
-    if checkpoint.format == "hf" or AUTO_MAP in checkpoint.config:  # its own code was compared with the tensors
-        return checkpoint
+    """The training checkpoint after `settle_head`; a model with its own code, as it is.
+
+    A Hugging Face folder keeps its tensors: of one whose configuration ties another head only that field changes, since
+    engines would leave the head out.
+    """
+    if AUTO_MAP in checkpoint.config or (checkpoint.format == "hf" and not checkpoint.config.get(TIE)):
+        return checkpoint  # its own code was compared with the tensors
     tensors, warnings = dict(checkpoint.tensors), list(checkpoint.warnings)
     config = settle_head(tensors, checkpoint.config, warnings, sampled=sampled)
+    if checkpoint.format == "hf":
+        tensors = dict(checkpoint.tensors)
     return replace(checkpoint, tensors=tensors, config=config, warnings=tuple(warnings))
 
 

@@ -176,7 +176,7 @@ def opened(
             refuse_unmerged(checkpoint.tensors, checkpoint.config, path.name)
             plain_tensors(checkpoint)  # refuses codes
             notes = check_folder(checkpoint.tensors, checkpoint.config, path.name)
-            checkpoint = with_copied_code(replace(checkpoint, warnings=(*checkpoint.warnings, *notes)))
+            checkpoint = settled(with_copied_code(replace(checkpoint, warnings=(*checkpoint.warnings, *notes))))
         else:
             from llmconv.convert.opening import open_training  # noqa: PLC0415 - most models are Hugging Face folders
 

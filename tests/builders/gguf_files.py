@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from math import log, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,9 @@ def write_gguf(
             writer.add_tensor(name, blocks(values, quantized), raw_dtype=quantized)
         else:
             writer.add_tensor(name, np.ascontiguousarray(values))
+    rope = config.get("rope_parameters") or {}
+    for length in ("long", "short") if rope.get("rope_type") == "longrope" else ():
+        writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -117,7 +121,7 @@ def _groups(config: Mapping[str, Any]) -> Any:
     )
 
 
-def _add_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:  # noqa: C901, PLR0912 - one line per field
+def _add_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:  # noqa: C901, PLR0912, PLR0915 - one line per field
     width, heads = (
         _first(config, "hidden_size", "n_embd", "d_model"),
         _first(config, "num_attention_heads", "n_head", "n_heads"),
@@ -168,7 +172,11 @@ def _add_sizes(writer: GGUFWriter, config: Mapping[str, Any]) -> None:  # noqa: 
     if config["model_type"] == "mpt":
         writer.add_max_alibi_bias(config["attn_config"]["alibi_bias_max"])
     if config["model_type"] == "phi3":
-        writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+        original = config["original_max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(original)
+        if full.get("rope_type") == "longrope":
+            ratio = log(config["max_position_embeddings"] / original)
+            writer.add_rope_scaling_attn_factors(sqrt(1 + ratio / log(original)))
 
 
 def _add_latent(writer: GGUFWriter, config: Mapping[str, Any], *, older: bool) -> None:

@@ -30,7 +30,7 @@ from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 from llmconv.verify import verify
 from tests.builders.lora_models import train
-from tests.compressed.conftest import SIZES
+from tests.compressed.conftest import SIZES, save
 
 NVFP4 = scheme_of("nvfp4a16")
 LAYER = "model.layers.0"
@@ -320,3 +320,14 @@ def test_a_merge_is_stored_as_the_base_is(scheme: str, llama: Path, tmp_path: Pa
     name = f"{LAYER}.self_attn.q_proj.weight"
     found, wanted = values(open_checkpoint(tmp_path / "codes"), name), open_checkpoint(tmp_path / "plain")[name].read()
     assert np.linalg.norm(found - wanted) < 0.2 * np.linalg.norm(wanted)
+
+
+def test_a_head_that_the_configuration_ties_and_that_is_another_one_is_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = save(tmp_path / "model", LlamaConfig(**{**SIZES, "tie_word_embeddings": False}))
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    quantize(model, tmp_path / "out", scheme="w8a8")
+    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
+    assert "but they differ" in capsys.readouterr().err

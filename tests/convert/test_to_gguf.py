@@ -120,3 +120,10 @@ def test_a_file_that_appears_meanwhile_is_kept(model: Path, tmp_path: Path, monk
         to_gguf(model, path)
     assert path.read_bytes() == b"mine"
     assert os.listdir(tmp_path) == ["x.gguf"]
+
+
+def test_the_pooling_that_a_file_does_not_state_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save_tiny("qwen3", tmp_path / "model")
+    (model / "modules.json").write_text("[]")
+    to_gguf(model, tmp_path / "x.gguf")
+    assert "give llama.cpp the pooling of `1_Pooling`" in capsys.readouterr().err

@@ -253,13 +253,18 @@ def phi3(keys: Keys, tensors: Tensors) -> dict[str, Any]:
         "partial_rotary_factor": turned / size,
     }
     if {*LONG} & tensors.keys():
-        scale = sqrt(1 + log(context / original) / log(original)) if context > original > 1 else 1.0
-        if abs(keys.number("rope.scaling.attn_factor", default=scale) - scale) > 1e-4:
-            raise keys.unsupported("has another scale of attention than its context length gives")
         long, short = (_factors(keys, tensors, name, turned) for name in LONG)
         factors = {"long_factor": list(map(_plain, long.tolist())), "short_factor": list(map(_plain, short.tolist()))}
         found["rope_scaling"] = {"rope_type": "longrope", **factors, "original_max_position_embeddings": original}
+        scale = keys.number("rope.scaling.attn_factor", default=1.0)  # as llama.cpp, whatever the length of the context
+        if abs(scale - longrope_attention(context, original)) > 1e-4:
+            found["rope_scaling"]["attention_factor"] = scale
     return found
+
+
+def longrope_attention(context: int, original: int) -> float:
+    """The scale of attention of longrope that transformers computes where the configuration states none."""
+    return sqrt(1 + log(context / original) / log(original)) if context > original > 1 else 1.0
 
 
 def starcoder2(keys: Keys, tensors: Tensors) -> dict[str, Any]:

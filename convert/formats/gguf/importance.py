@@ -58,6 +58,8 @@ def read_importance(path: Path, shapes: Mapping[str, tuple[int, ...]], model: st
                 raise FileProblem(f"has negative or infinite weights for `{name}`")
     if not found:
         raise InputRefused(f"`{path.name}` has no weights for matrices of `{model}`", hint=HINT)
+    for weights in found.values():  # experts that no token of the text reached count as without a matrix
+        weights[~weights.any(axis=1)] = 1
     keys = {"file": path.name.encode(errors="replace").decode(), "entries_count": len(found), **about}
     return Importance(found, {f"quantize.imatrix.{key}": value for key, value in keys.items()})
 
@@ -112,7 +114,7 @@ def _of_dat(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str
                 raise FileProblem(f"has the duplicate or invalid name {name[:40]!r}")
             calls, count = _integer(file, 0, (1 << 31) - 1), _integer(file, 1, (1 << 31) - 1)
             shape = _expected(path, name, count, shapes)
-            values = np.frombuffer(_take(file, 4 * count), "<f4").reshape(shape)
+            values = np.frombuffer(_take(file, 4 * count), "<f4").reshape(shape).copy()
             found[name] = values / np.float32(calls) if calls else values
         if file.peek(1):
             chunks = struct.unpack("<i", _take(file, 4))[0]

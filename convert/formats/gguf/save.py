@@ -31,7 +31,7 @@ from llmconv.convert.algebra import (
     reshaped,
     rope_order,
 )
-from llmconv.convert.formats.gguf.configs import FREQUENCIES, LONG, Keys, llama3_factors
+from llmconv.convert.formats.gguf.configs import FREQUENCIES, LONG, Keys, llama3_factors, longrope_attention
 from llmconv.convert.formats.gguf.names import (
     ARCHITECTURES,
     FALCON_TWO_NORMS,
@@ -108,6 +108,10 @@ def save(checkpoint: Checkpoint, shards: int, imatrix: Path | None = None, *, ki
     _require_same(checkpoint, architecture, keys, tensors)
     types = [stored[name].type for name in matrices if stored[name].type != "F32"]
     warnings += _approximations(_full(checkpoint.config).to_dict())
+    if (checkpoint.path / "modules.json").is_file():
+        warnings.append(
+            "the file does not state `modules.json`: give llama.cpp the pooling of `1_Pooling`, as `--pooling last`"
+        )
     vocabulary, left = tokenizer_keys(checkpoint, tensors["token_embd.weight"].num_rows, warnings)
     metadata = {
         "general.architecture": architecture,
@@ -159,7 +163,7 @@ def _architecture(checkpoint: Checkpoint) -> str:
     return known[kind]
 
 
-UNTIED, TIED = ("gpt_oss", "olmo2", "stablelm"), ("cohere", "cohere2")
+UNTIED, TIED = ("gpt_oss", "olmo2", "stablelm"), ("cohere", "cohere2", "gemma", "gemma2")
 """Types whose head llama.cpp requires in the file, or does not look for."""
 
 
@@ -227,6 +231,9 @@ def _keys(config: Mapping[str, Any]) -> dict[str, Any]:  # noqa: C901, PLR0915 -
     put("logit_scale", "logits_scaling", "logit_scale", kind=float)
     if config["model_type"] == "phi3":
         put("rope.scaling.original_context_length", "original_max_position_embeddings")
+        if rope.get("rope_type") == "longrope":  # llama.cpp derives no scale of attention
+            usual = longrope_attention(found["context_length"], found["rope.scaling.original_context_length"])
+            found["rope.scaling.attn_factor"] = float(rope.get("attention_factor") or usual)
     if attention := full.get("attn_config"):
         put("attention.max_alibi_bias", "alibi_bias_max", of=attention, kind=float)
         put("attention.clamp_kqv", "clip_qkv", of=attention, kind=float)
@@ -373,6 +380,13 @@ def _approximations(full: Mapping[str, Any]) -> list[str]:
         return [
             f"llama.cpp takes `rms_norm_eps` {full['rms_norm_eps']} for the norms of latents too, transformers "
             f"{LATENT_EPSILON}: logits differ slightly"
+        ]
+    if rope.get("rope_type") == "longrope" and full["max_position_embeddings"] > (
+        original := rope["original_max_position_embeddings"]
+    ):
+        return [
+            f"llama.cpp turns positions of any text by `long_factor` if its context is larger than {original} tokens, "
+            f"and the model those of longer texts alone: run it with `-c {original}` where that is enough"
         ]
     if rope.get("rope_type") == "yarn" and rope.get("truncate") is False:
         turns = (rope.get("beta_fast") or 32, rope.get("beta_slow") or 1)

@@ -79,6 +79,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**DECODER, "num_hidden_layers": 7, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 8},
     ),
     "phi3": ("phi3", {**DECODER, "pad_token_id": 0, "original_max_position_embeddings": 128}),
+    "phi3 with longrope": (
+        "phi3",
+        {
+            **DECODER,
+            "pad_token_id": 0,
+            "max_position_embeddings": 1024,
+            "original_max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "short_factor": [1 + number / 8 for number in range(8)],
+                "long_factor": [2 + number / 2 for number in range(8)],
+                "original_max_position_embeddings": 256,
+            },
+        },
+    ),
     "starcoder2": ("starcoder2", {**DECODER, "sliding_window": None}),
     "gpt2": ("gpt2", {}),
     "bloom": ("bloom", {}),
@@ -120,7 +136,7 @@ def save_family(name: str, folder: Path) -> Path:
     return model
 
 
-@pytest.mark.quick_rows("llama", "qwen3_moe", "gemma2", "gpt2", "falcon with groups", "phi3")
+@pytest.mark.quick_rows("llama", "qwen3_moe", "gemma2", "gpt2", "falcon with groups", "phi3 with longrope")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_comes_back(tmp_path: Path, logits_of: Callable[..., Any], name: str) -> None:
     kind, model = FAMILIES[name][0], save_family(name, tmp_path / "model")
@@ -232,7 +248,19 @@ def test_sizes_of_lfm2_are_those_that_it_computes(tmp_path: Path, logits_of: Cal
 WRITTEN = [name for name in FAMILIES if name != "llama, untied, without grouped heads"]
 
 
-@pytest.mark.quick_rows("llama", "mixtral", "gemma3", "gpt2", "falcon with groups", "gpt-oss", "deepseek v3", "lfm2")
+@pytest.mark.quick_rows(
+    *(
+        "llama",
+        "mixtral",
+        "gemma3",
+        "gpt2",
+        "falcon with groups",
+        "gpt-oss",
+        "deepseek v3",
+        "lfm2",
+        "phi3 with longrope",
+    )
+)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_written_file_has_the_tensors_of_the_converter_and_comes_back(tmp_path: Path, name: str) -> None:
     kind, model = FAMILIES[name][0], save_family(name, tmp_path / "model")
@@ -308,6 +336,8 @@ def test_scaled_positions_come_back(tmp_path: Path, logits_of: Callable[..., Any
         ("lfm2", {**DECODER, "full_attn_idxs": [1], "conv_bias": True}, "does not state: `conv_bias` True"),
         ("lfm2", {**DECODER, "full_attn_idxs": []}, "cannot state the model `model`: `attention.head_count_kv`"),
         ("cohere", {**DECODER, "tie_word_embeddings": False}, "its own head"),
+        ("gemma", {**DECODER, "head_dim": 16, "tie_word_embeddings": False}, "its own head"),
+        ("gemma2", {"tie_word_embeddings": False}, "its own head"),
         ("cohere", {**DECODER, "use_qk_norm": True}, "norms of queries in 4 layers"),
         ("cohere", {**DECODER, "attention_bias": True}, "does not state: `attention_bias` True"),
         ("cohere2", {**DECODER, "layer_types": ["full_attention"] * 4}, "does not state: `layer_types`"),
@@ -352,6 +382,7 @@ def test_codes_of_turned_experts_are_not_kept(tmp_path: Path, capsys: pytest.Cap
     [
         ("gpt-oss", {"rope_parameters": {**YARN, "truncate": False}}, "rounds the range of YaRN"),
         ("deepseek v3", {"rms_norm_eps": 1e-5}, "for the norms of latents too"),
+        ("phi3 with longrope", {}, "if its context is larger than 256 tokens"),
     ],
 )
 def test_what_llama_cpp_computes_otherwise_is_a_warning(

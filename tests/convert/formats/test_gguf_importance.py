@@ -179,6 +179,22 @@ def test_columns_that_were_never_used_count_the_same(tmp_path: Path) -> None:
     assert all(np.array_equal(one.blocks.read(), second[name].blocks.read()) for name, one in first.items())
 
 
+@pytest.mark.parametrize("write", [write_matrix, write_dat])
+def test_an_expert_that_no_token_reached_is_quantized_as_without_weights(
+    tmp_path: Path, write: Callable[[Path, Weights], Path]
+) -> None:
+    model = save_tiny("mixtral", tmp_path / "model", **SMALL, num_local_experts=4, num_experts_per_tok=2)
+    from_hf(model, tmp_path / "whole", to="gguf")
+    whole = read_gguf(tmp_path / "whole/model.gguf").tensors["blk.0.ffn_up_exps.weight"].values.read()
+    weights = weights_of(tmp_path / "whole/model.gguf")
+    for name, one in weights.items():
+        if "_exps" in name:
+            one[1] = 0
+    from_hf(model, tmp_path / "out", to="gguf", dtype="q6_k", imatrix=write(tmp_path / "x", weights))
+    found = read_gguf(tmp_path / "out/model.gguf").tensors["blk.0.ffn_up_exps.weight"].values.read()
+    assert np.abs(found[1] - whole[1]).max() < 0.05 * np.abs(whole[1]).max()
+
+
 def test_matrices_without_weights_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_tiny("llama", tmp_path / "model", **SMALL)
     from_hf(model, tmp_path / "whole", to="gguf")
