@@ -261,8 +261,9 @@ def test_of_a_tool_that_is_not_strict_only_what_can_be_is_enforced(client: TestC
     made = json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"])
     assert set(made["tags"]) <= {"a", "b"} and len(made["tags"]) <= 2 and len(made["name"]) <= 3
     function["parameters"] = {"type": "object", "properties": {"a": {"oneOf": [{"minimum": 1}, {"maximum": 2}]}}}
-    choice = ask(client, **body, max_tokens=40)["choices"][0]
-    assert choice["message"]["content"].startswith('<tool_call>\n{"name": "f", "arguments": {')
+    message = ask(client, **body, max_tokens=40, seed=1)["choices"][0]["message"]
+    begun = (message["content"] or "").startswith('<tool_call>\n{"name": "f", "arguments": {')
+    assert begun or message["tool_calls"][0]["function"]["name"] == "f"
 
 
 def test_a_choice_among_some_of_the_tools(client: TestClient) -> None:
