@@ -14,7 +14,7 @@ import onnx
 from onnx import numpy_helper
 
 from llmconv.argument_checks import checked
-from llmconv.checkpoint import open_checkpoint
+from llmconv.checkpoint import is_model_folder, open_checkpoint
 from llmconv.convert.adapter_file import lora_factors
 from llmconv.convert.opening_adapters import is_for_peft
 from llmconv.errors import LlmconvError, UsageProblem, listing
@@ -29,10 +29,12 @@ from llmconv.output.manifest import (
     VISION,
     RecordedVerdict,
     WeightFile,
+    graph_entries,
     graph_sha256,
     parse_verdict,
     read_manifest,
     record_in_manifest,
+    single_pass_entries,
     weight_file,
 )
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, refill
@@ -56,7 +58,6 @@ from llmconv.verify.comparison.cache_copies import has_codes
 from llmconv.verify.comparison.half_precision import most_precise
 from llmconv.verify.comparison.images import FEATURES
 from llmconv.verify.comparison.run import AS_RUN
-from llmconv.verify.compressed.folder import CompressedFolder, is_compressed
 from llmconv.verify.float_folder import AUTO, STRUCTURE, FloatFolder, Method
 from llmconv.verify.graph_folder import GraphFolder
 from llmconv.verify.other_exporters.quantized.accuracy import AccuracyLimits, rounds_activations
@@ -166,8 +167,17 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     path = require_folder(folder)
     for client in run_by:
         client.require()
-    check = _checked_codes if is_compressed(path) else _checked_graphs
+    check = _checked_codes if _has_codes(path) else _checked_graphs
     return written(check(path, reference, session, choices, **kept))
+
+
+def _has_codes(path: Path) -> bool:
+    """Whether a folder is one of `llmconv quantize`, or of compressed-tensors, and no graphs."""
+    if not is_model_folder(path) or graph_entries(path) or single_pass_entries(path):
+        return False
+    from llmconv.verify.compressed.folder import is_compressed  # noqa: PLC0415 - graphs need none of it
+
+    return is_compressed(path)
 
 
 @dataclass(frozen=True)
@@ -253,6 +263,8 @@ def _checked_codes(
     if name := next((name for name, value in given.items() if value), "") or others.of_cache:
         raise UsageProblem(f"`{name}` applies to graphs, and this folder has none", hint=f"leave out `{name}`")
     adapters = [Path(choices.adapter)] if choices.adapter is not None else []
+    from llmconv.verify.compressed.folder import CompressedFolder  # noqa: PLC0415 - graphs need none of it
+
     folder = CompressedFolder.open(path, reference, adapters, session)
     with ExitStack() as stack:
         if choices.record and not adapters:

@@ -13,7 +13,8 @@ from llmconv.generation.loop import Conversation
 from llmconv.generation.model import TextModel
 from llmconv.generation.row import TextPiece
 from llmconv.generation.sampling import GenerationSettings
-from llmconv.runtime.chat_templates import TOKENIZER, find_template, require_template
+from llmconv.runtime.chat_templates import find_template, require_template
+from llmconv.runtime.tokenizer import TOKENIZER
 
 ANSWER_TOKENS = 2048  # maximum number of tokens in an answer, unless a setting or the context gives a smaller one
 MAX_SHIFT = 16  # maximum difference in tokens between an answer and its text when that is tokenized again

@@ -32,11 +32,10 @@ from llmconv.generation.prompts import (
 from llmconv.generation.row import TextPiece, require_streamer
 from llmconv.generation.sampling import GenerationSettings, require_known, settings_fields, settings_line
 from llmconv.progress import say, warn
-from llmconv.runtime.chat_templates import TOKENIZER
 from llmconv.runtime.onnxruntime.session_file import SessionOptions, session_settings
 from llmconv.runtime.onnxruntime.session_settings import REMOTE_SILENCE, StageAddresses
 from llmconv.runtime.runner import PromptEmbeddings
-from llmconv.runtime.tokenizer import TooManyTokens, token_ids
+from llmconv.runtime.tokenizer import TOKENIZER, TooManyTokens, token_ids
 
 if TYPE_CHECKING:
     from llmconv.generation.structured import Structure

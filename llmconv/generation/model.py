@@ -46,11 +46,10 @@ from llmconv.generation.runners import (
 )
 from llmconv.generation.sampling import GenerationSettings, require_settings
 from llmconv.progress import warn
-from llmconv.runtime.chat_templates import TOKENIZER
 from llmconv.runtime.extra_inputs import GivenInputs
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, StageAddresses
 from llmconv.runtime.runner import TOKENS_ONLY, PromptEmbeddings, Runner, default_positions
-from llmconv.runtime.tokenizer import UNKNOWN, TokenDecoder, encode_prompt, find_tokenizer
+from llmconv.runtime.tokenizer import TOKENIZER, UNKNOWN, TokenDecoder, encode_prompt, find_tokenizer
 
 if TYPE_CHECKING:
     from llmconv.generation.genai import GenaiEngine

@@ -21,9 +21,9 @@ from llmconv.checkpoint import StrictJsonError, first_strict_error, parse_strict
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem, first_line
 from llmconv.files.paths import kind_of, path_of
 from llmconv.files.safetensors_file import read_header
-from llmconv.runtime.chat_templates import require_contents
 from llmconv.runtime.extra_inputs import BATCH, PAST, ExtraInput, GivenInputs, ModelCall
 from llmconv.runtime.runner import PromptEmbeddings
+from llmconv.runtime.tokenizer import require_contents
 from llmconv.tensors import BY_NAME, Array
 
 PromptContent = str | list[dict[str, Any]]  # a text, or a chat as a list of messages

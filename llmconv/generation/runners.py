@@ -25,7 +25,6 @@ from llmconv.addresses import hub_address
 from llmconv.causal_lm import language_config, length_switch, require_causal_folder
 from llmconv.checkpoint import has_weights, open_checkpoint, own_file, read_json
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem, first_line
-from llmconv.files.gguf_file import holds_gguf, is_gguf, parts_of
 from llmconv.files.paths import kind_of, path_of
 from llmconv.files.safe_folder import UNFINISHED, unfinished_folder, user_cache
 from llmconv.files.sources import cached, files_under, is_hub_id, local_path
@@ -570,6 +569,7 @@ def _named(made: Path, given: Path, way: str) -> Iterator[None]:
 def _convert(path: Path, made: Path) -> None:
     from llmconv.convert import to_hf  # noqa: PLC0415 - as in `_export`
     from llmconv.export import export  # noqa: PLC0415
+    from llmconv.files.gguf_file import holds_gguf  # noqa: PLC0415
 
     if holds_gguf(path):
         with _named(made, path, "or give `--backend torch` with the folder that `llmconv to-hf` makes"):
@@ -584,6 +584,7 @@ def _convert(path: Path, made: Path) -> None:
 def _export_gguf(path: Path, made: Path) -> None:
     """Graphs of a GGUF file: over its own bytes where it has values, with its codes where it has blocks."""
     from llmconv.export import export  # noqa: PLC0415 - as in `_export`
+    from llmconv.files.gguf_file import is_gguf, parts_of  # noqa: PLC0415
 
     files = parts_of(path) if path.is_file() else [file for file in path.iterdir() if is_gguf(file)]
     with suppress(OSError):

@@ -23,11 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.errors import InputRefused, UsageProblem, first_line
-from llmconv.files.paths import kind_of
 from llmconv.runtime.limited_child import TooCostly, bounded_text
-from llmconv.runtime.tokenizer import require_text, token_ids
-
-TOKENIZER = "tokenizer"  # the name of the tokenizer's own chat template
+from llmconv.runtime.tokenizer import TOKENIZER, require_contents, require_text, token_ids
 
 SYSTEM = """\
 {%- if messages and messages[0].role == 'system' -%}
@@ -369,20 +366,3 @@ def is_text_part(part: Any) -> bool:
 def text_of(content: Any) -> str:
     """A content as one text: that of its text parts."""
     return content if isinstance(content, str) else "".join(part["text"] for part in content if is_text_part(part))
-
-
-def require_contents(messages: Sequence[Mapping[str, Any]], where: str = "the chat") -> None:
-    """Raises InputRefused for contents that a template would render as `None` or `7`, or fail on.
-
-    A content is a text, a list of parts (which some templates take), or None in a message of the assistant that has
-    `tool_calls`, as in OpenAI's API. `where` is the name of the chat in the message.
-    """
-    for number, message in enumerate(messages, start=1):
-        content = message["content"]
-        if isinstance(content, str | list | tuple):
-            continue
-        if content is None and message["role"] == "assistant" and message.get("tool_calls"):
-            continue
-        kind = "null" if content is None else kind_of(content)
-        hint = 'give a text, or ""; null is allowed only in a message of the assistant with `tool_calls`'
-        raise InputRefused(f"the `content` of message {number} in {where} is {kind}, but must be a text", hint=hint)

@@ -29,6 +29,8 @@ from llmconv.runtime.custom_code import TRUST_HINT, custom_code_errors, custom_t
 from llmconv.sample_texts import DEFAULT, calibration_text, is_default
 from llmconv.tensors import Array
 
+TOKENIZER = "tokenizer"  # the name of the tokenizer's own chat template
+
 # maximum number of special tokens, and of places for a text, in one template; models have up to 5 and 2
 MAX_SPECIAL, MAX_TEXTS = 1024, 8
 FILE = "tokenizer.json"
@@ -328,6 +330,23 @@ def first_ids(tokenizer: Any, text: str, most: int) -> list[int]:
         return token_ids(tokenizer, text, most, verbose=False)[:most]
     except TooManyTokens as error:
         return error.ids[:most]
+
+
+def require_contents(messages: Sequence[Mapping[str, Any]], where: str = "the chat") -> None:
+    """Raises InputRefused for contents that a template would render as `None` or `7`, or fail on.
+
+    A content is a text, a list of parts (which some templates take), or None in a message of the assistant that has
+    `tool_calls`, as in OpenAI's API. `where` is the name of the chat in the message.
+    """
+    for number, message in enumerate(messages, start=1):
+        content = message["content"]
+        if isinstance(content, str | list | tuple):
+            continue
+        if content is None and message["role"] == "assistant" and message.get("tool_calls"):
+            continue
+        kind = "null" if content is None else kind_of(content)
+        hint = 'give a text, or ""; null is allowed only in a message of the assistant with `tool_calls`'
+        raise InputRefused(f"the `content` of message {number} in {where} is {kind}, but must be a text", hint=hint)
 
 
 def require_text(text: str) -> None:

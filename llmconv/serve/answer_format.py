@@ -10,8 +10,8 @@ from typing import Any
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.generation import TextModel
 from llmconv.generation.structured import Structure, library, loosened
-from llmconv.runtime.chat_templates import TOKENIZER, find_template, takes_tools
-from llmconv.runtime.tokenizer import TokenDecoder
+from llmconv.runtime.chat_templates import find_template, takes_tools
+from llmconv.runtime.tokenizer import TOKENIZER, TokenDecoder
 from llmconv.serve.answer_forms import schemas_with_options, with_short_ids
 from llmconv.serve.answer_parser import AnswerParser, HarmonyParser, TextParser
 from llmconv.serve.fields import ApiError

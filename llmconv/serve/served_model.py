@@ -19,9 +19,9 @@ from llmconv.generation.row import TextPiece, TextStream
 from llmconv.generation.token_rules import TokenLogprob, TokenRules, prompt_logprobs
 from llmconv.memory import available_memory
 from llmconv.progress import warn
-from llmconv.runtime.chat_templates import TOKENIZER, find_template, require_valid
+from llmconv.runtime.chat_templates import find_template, require_valid
 from llmconv.runtime.runner import Cache, PromptEmbeddings, RemoteCache
-from llmconv.runtime.tokenizer import TokenDecoder, TooManyTokens, token_ids
+from llmconv.runtime.tokenizer import TOKENIZER, TokenDecoder, TooManyTokens, token_ids
 from llmconv.serve.answer_format import AnswerFormat, AnswerPlan
 from llmconv.serve.answer_forms import made
 from llmconv.serve.answer_parser import AnswerParser

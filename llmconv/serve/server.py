@@ -34,8 +34,8 @@ from llmconv.errors import OutputFailed, UsageProblem, printable
 from llmconv.files.sources import remove_downloads
 from llmconv.generation import TextModel
 from llmconv.progress import say, warn
-from llmconv.runtime.chat_templates import TOKENIZER
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
+from llmconv.runtime.tokenizer import TOKENIZER
 from llmconv.serve.app import AccessRules, make_app
 from llmconv.serve.embeddings import ServedEmbedder
 from llmconv.serve.fields import ApiError

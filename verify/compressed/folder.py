@@ -36,7 +36,7 @@ from llmconv.compressed.selection import LAYER, is_matrix, one_by_one, peak_of
 from llmconv.convert.models.head_and_dtype import check_dtype, with_cast
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem
 from llmconv.export.quantization.quantized_tensor import multiplied
-from llmconv.output.manifest import graph_entries, read_manifest, single_pass_entries
+from llmconv.output.manifest import read_manifest
 from llmconv.quantized_weights.packed_weight import peaks_of
 from llmconv.quantized_weights.quantized_checkpoint import FIELD, QuantizedCheckpoint, quantized_checkpoint
 from llmconv.runtime.runner import Runner
@@ -65,9 +65,7 @@ SAME = 1e-6
 
 
 def is_compressed(folder: Path) -> bool:
-    """Whether a folder has weights of compressed-tensors or of `quantize`, and no graphs."""
-    if not is_model_folder(folder) or graph_entries(folder) or single_pass_entries(folder):
-        return False
+    """Whether the weights of a folder are those of compressed-tensors or of `quantize`."""
     field = read_json(folder / "config.json").get(FIELD)
     method = field.get("quant_method") if isinstance(field, Mapping) else None
     return method == "compressed-tensors" or (method in BASE_FORMATS and bool(_recorded(folder)))
