@@ -453,7 +453,7 @@ def special_tokens(files: Mapping[str, bytes]) -> dict[str, tuple[str, int | Non
 KINDS = (*(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")), "additional_special_tokens")
 
 
-def beside_file(files: Mapping[str, bytes]) -> list[tuple[dict[str, Any], int | None]]:
+def tokens_of_other_files(files: Mapping[str, bytes]) -> list[tuple[dict[str, Any], int | None]]:
     """The tokens of the files next to `tokenizer.json`, in the order in which transformers adds those that it lacks.
 
     Each is an entry of `added_tokens`, and the id that a file states; MalformedInput if a file is not JSON. With an

@@ -164,7 +164,7 @@ class AnswerFormat:
         return form({one: {"type": "object"} if one in loose else schema for one, schema in tools.forced.items()})
 
     def _compiles(self, make: Callable[[], Structure]) -> bool:
-        """Whether a form can be enforced; also where none can, for another reason, which is told later."""
+        """Whether a form can be enforced; true also where another check refuses it later."""
         try:
             self._model.grammars.require(make(), self._model.defaults.eos_token_id)
         except (ApiError, UsageProblem):

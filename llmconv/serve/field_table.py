@@ -149,7 +149,7 @@ TABLE = (
     FieldRow("logits_processors", BOTH, REFUSED, "no code of a request runs", ([],)),
     FieldRow("truncate_prompt_tokens", BOTH, REFUSED, "give a shorter prompt"),
     FieldRow("truncate_prompt_tokens", (EMBEDDINGS,), REFUSED, "use `truncate`"),
-    FieldRow("extra_body", BOTH, REFUSED, "give its fields beside the others", ({},)),
+    FieldRow("extra_body", BOTH, REFUSED, "give its fields next to the others", ({},)),
     FieldRow("grammar", BOTH, REFUSED, "use `guided_grammar`", ("",)),
     FieldRow("ebnf", BOTH, REFUSED, "use `guided_grammar`", ("",)),
     FieldRow("regex", BOTH, REFUSED, "use `guided_regex`", ("",)),

@@ -103,7 +103,7 @@ def serve(
     Raises:
         OutputFailed: the port cannot be opened.
         InputRefused: the model cannot be run.
-        UsageProblem: a classifier or a reranker, for which there is no endpoint.
+        UsageProblem: a classifier or a reranker, which have no endpoint.
     """
     settings = settings or ServerSettings()
     access = AccessRules((*settings.allow_hosts, settings.host), settings.allow_origins, settings.api_key)

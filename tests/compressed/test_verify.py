@@ -160,7 +160,7 @@ def nested(settings: dict[str, Any]) -> None:
     [
         (lacking, "`ignore` lacks `lm_head`"),
         (too_much, f"`ignore` has `{UP}`, which is quantized"),
-        (pattern, "`ignore` has `re:.*q_proj`, which is no module that is kept"),
+        (pattern, "`ignore` has `re:.*q_proj`, a module that is not kept"),
         (twice, "`ignore` has a module twice"),
         (other_number, "is not that of `fp8-dynamic`"),
         (cached, "is not that of `fp8-dynamic`"),

@@ -43,7 +43,7 @@ LLAMAS = st.fixed_dictionaries(SIZES).map(lambda changes: LLAMA | changes)
 # How configurations state rotary positions: transformers 5, 4, both, and what users add to a file of either
 ROPES: dict[str, dict[str, Any]] = {
     "of 5": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-    "of 5, old base beside it": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": 1e4},
+    "of 5, with the old base": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": 1e4},
     "of 4": {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
     "added to 5": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
@@ -54,7 +54,7 @@ ROPES: dict[str, dict[str, Any]] = {
         "rope_theta": 2e4,
         "rope_scaling": {"rope_type": "linear", "factor": 2.0},
     },
-    "null beside 5": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": None},
+    "null, and of 5": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": None},
     "llama3 added to 5": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
         "rope_scaling": {

@@ -173,13 +173,19 @@ def test_default_blocks_are_those_of_the_presets() -> None:
     assert sizes == PRESETS
 
 
-@pytest.fixture
-def verified(model: Path, tmp_path: Path) -> Path:
-    """A folder of two graphs with a recorded verdict."""
-    folder = tmp_path / "verified"
+@pytest.fixture(scope="module")
+def judged(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two graphs with a recorded verdict; do not write into it."""
+    folder = tmp_path_factory.mktemp("judged") / "verified"
     export(model, folder)
     assert verify(folder, scenario=["prefill, 3 tokens"])
     return folder
+
+
+@pytest.fixture
+def verified(judged: Path, tmp_path: Path) -> Path:
+    """A copy of such a folder."""
+    return Path(shutil.copytree(judged, tmp_path / "verified"))
 
 
 def shown_verdict(folder: Path) -> list[str]:

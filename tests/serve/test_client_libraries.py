@@ -1,6 +1,6 @@
 """Libraries that speak OpenAI's API, each in an environment of its own, against a server whose model calls tools.
 
-A library is given nothing but the address, as its own pages tell for servers that are compatible with OpenAI's.
+Each library gets only the address, as its documentation says for servers that are compatible with OpenAI's.
 """
 
 from __future__ import annotations

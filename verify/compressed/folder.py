@@ -167,7 +167,7 @@ class CompressedFolder:
         if wrong := sorted(coded & {*ignore}):
             yield f"`ignore` has `{wrong[0]}`, which is quantized ({len(wrong)} of such)"
         elif others := sorted({*ignore} - modules):
-            yield f"`ignore` has `{others[0]}`, which is no module that is kept ({len(others)} of such)"
+            yield f"`ignore` has `{others[0]}`, a module that is not kept ({len(others)} of such)"
         elif len(ignore) != len({*ignore}):
             yield "`ignore` has a module twice"
 

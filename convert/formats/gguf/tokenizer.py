@@ -23,7 +23,6 @@ from llmconv.convert.tokenizers import (
     TOKENIZER,
     SentencePieceModel,
     added_token,
-    beside_file,
     bos_template,
     merges_of,
     read_object,
@@ -32,6 +31,7 @@ from llmconv.convert.tokenizers import (
     token_ids,
     tokenizer_bytes,
     tokenizer_json,
+    tokens_of_other_files,
 )
 from llmconv.errors import MalformedInput, UnsupportedInput, first_line
 
@@ -280,7 +280,7 @@ def _as_loaded(content: dict[str, Any], files: Mapping[str, bytes], source: str)
     settings, known = read_object(files, "tokenizer_config.json"), token_ids(content)
     listed = list(content.get("added_tokens") or ())
     present, free = {token["content"] for token in listed}, max(known.values(), default=-1) + 1
-    for entry, number in beside_file(files):
+    for entry, number in tokens_of_other_files(files):
         if (text := entry["content"]) in present:
             continue
         place = known.get(text, free)
