@@ -1,13 +1,16 @@
 """verify of quantized graphs of 1.1 B and 8 B by induction, with their cost, and of 405 B by structure.
 
-`python -m benchmarks.verify_quantized_large 1.1b 8b 405b` runs some of them; 8 B needs 30 GB of disk.
+`python -m benchmarks.verify_quantized_large 1.1b 8b-int4 8b-a8w8 405b` runs some of them, and keeps the other rows of
+earlier runs; 8 B needs 30 GB of disk.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.export_large import LAYERS, sparse
@@ -76,20 +79,33 @@ def of_405b() -> Row:
     return Row("405 B `int4`, structure", found, 120, 2)
 
 
+def of_8b(preset: str) -> Row:
+    model = LargeModel(FOLDER)
+    model.make()
+    model.forget()
+    try:
+        return verified("8 B", model.base, preset, 480, 3)
+    finally:
+        model.remove()
+
+
+ROWS: dict[str, Callable[[], Row]] = {
+    "405b": of_405b,
+    "1.1b": lambda: verified("1.1 B", base(), "int4", 120, 3),
+    "8b-int4": lambda: of_8b("int4"),
+    "8b-a8w8": lambda: of_8b("a8w8"),
+}
+KEPT = FOLDER / "verify_quantized_large.json"
+"""What was measured of each row, the newest."""
+
+
 def main() -> int:
     """Measures, prints the table, and returns 1 if a target is missed."""
-    wanted, rows = sys.argv[1:] or ["1.1b", "8b", "405b"], list[Row]()
-    if "405b" in wanted:
-        rows.append(of_405b())
-    if "1.1b" in wanted:
-        rows.append(verified("1.1 B", base(), "int4", 120, 3))
-    if "8b" in wanted:
-        model = LargeModel(FOLDER)
-        model.make()
-        for preset in ("int4", "a8w8"):
-            model.forget()
-            rows.append(verified("8 B", model.base, preset, 480, 3))
-        model.remove()
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    for name in [one for one in sys.argv[1:] if one in ROWS] or ROWS:
+        kept[name] = asdict(ROWS[name]())
+        KEPT.write_text(json.dumps(kept))
+    rows = [Row(**{**kept[name], "found": Memory(**kept[name]["found"])}) for name in ROWS if name in kept]
     body = "\n".join(
         [
             "Llamas of random weights, with the shapes of TinyLlama 1.1B, Llama 3 8B and Llama 3.1 405B (holes in",

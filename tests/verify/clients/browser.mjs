@@ -1,9 +1,9 @@
 // Runs transformers.js on WebGPU in a headless Chromium: a request on stdin, the page's answer on stdout.
-// {transformersjs, chromium: folders of the environments, folder, dtype, batches, new, flags}
-import { createReadStream, existsSync, readFileSync, statSync } from 'node:fs';
+// {transformersjs, chromium: folders of the environments, folder, dtype, batches, new, flags, driver: a Vulkan driver's manifest}
+import { copyFileSync, createReadStream, existsSync, readFileSync, statSync } from 'node:fs';
 import { createServer } from 'node:http';
 import { createRequire } from 'node:module';
-import { extname, join, normalize } from 'node:path';
+import { dirname, extname, join, normalize } from 'node:path';
 import { pathToFileURL } from 'node:url';
 
 const request = JSON.parse(readFileSync(0, 'utf8'));
@@ -48,7 +48,9 @@ const chromium = createRequire(`${request.chromium}/`);
 const { default: program } = await import(pathToFileURL(chromium.resolve('@sparticuz/chromium')));
 const { default: puppeteer } = await import(pathToFileURL(chromium.resolve('puppeteer-core')));
 const args = ['--no-sandbox', '--no-first-run', '--disable-background-networking', ...request.flags];
-const browser = await puppeteer.launch({ executablePath: await program.executablePath(), headless: 'shell', args });
+const executablePath = await program.executablePath();
+if (request.driver) copyFileSync(request.driver, join(dirname(executablePath), 'vk_swiftshader_icd.json'));
+const browser = await puppeteer.launch({ executablePath, headless: 'shell', args });
 try {
   const page = await browser.newPage();
   page.on('console', (line) => console.error(line.text()));

@@ -1,29 +1,36 @@
-"""transformers.js on WebGPU in a headless Chromium, whose driver computes on the CPU (SwiftShader, float32 only)."""
+"""transformers.js on WebGPU in a headless Chromium, whose driver computes on the CPU.
+
+SwiftShader comes with Chromium and has float32 only. Mesa's driver has float16; Chromium takes it under SwiftShader's
+ids (`mesa_in_chromium.c`).
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import onnx
-import onnxruntime as ort
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from benchmarks import environments
 from llmconv.export import export
 from llmconv.export.clients.transformersjs import TEXT_MODELS
+from tests.builders.exact_logits import exact_logits, wrong_token
 from tools.tiny_models import depth, save_tiny
 
 ROOT = Path(__file__).parents[3]
 HOMES = {name: ROOT / environments.folder(name) for name in ("transformersjs", "chromium")}
+MANIFEST = Path("/usr/share/vulkan/icd.d/lvp_icd.json")
 FLAGS = ["--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader"]
+NEW = 12
+NEAR = {"fp32": 1e-4, "q4": 1e-4, "fp16": 0.05, "q4f16": 0.05}
+"""How far rounding moves a logit, in standard deviations of all of them."""
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -31,26 +38,57 @@ pytestmark = [
         reason="`make clients` makes the environments of transformers.js and of Chromium",
     ),
 ]
-NEW = 12
 
 
 def in_browser(folder: Path, dtype: str, batches: list[list[list[int]]], place: Path) -> list[list[list[int]]]:
     """The tokens that transformers.js continues each prompt of each batch with, greedily, on WebGPU."""
-    request = {name: str(home) for name, home in HOMES.items()}
-    request |= {"folder": str(folder), "dtype": dtype}
+    request: dict[str, Any] = {name: str(home) for name, home in HOMES.items()}
+    request |= {"folder": str(folder), "dtype": dtype, "flags": FLAGS}
+    environment = {**os.environ, "TMPDIR": str(place)}  # npm has compressed the browser
+    if dtype.endswith("16"):
+        request["flags"] = [*FLAGS, "--disable-gpu-sandbox"]
+        request["driver"] = str(of_mesa(place))
+        environment |= {"VK_ICD_FILENAMES": request["driver"], "XDG_RUNTIME_DIR": str(place)}
+        environment["DRIVER"] = json.loads(MANIFEST.read_text())["ICD"]["library_path"]
     done = subprocess.run(
         ["node", str(Path(__file__).with_name("browser.mjs"))],
-        input=json.dumps({**request, "batches": batches, "new": NEW, "flags": FLAGS}),
-        env={**os.environ, "TMPDIR": str(place)},  # npm has compressed the browser
+        input=json.dumps({**request, "batches": batches, "new": NEW}),
+        env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     answer = json.loads(done.stdout.splitlines()[-1])
-    assert "missing" not in answer, answer
+    assert "missing" not in answer, (answer, done.stderr[-3000:])
+    assert ("shader-f16" in answer["features"]) is dtype.endswith("16")
     rows: list[list[list[int]]] = answer["rows"]
     return rows
+
+
+def of_mesa(place: Path) -> Path:
+    """A manifest of Mesa's driver under SwiftShader's ids; skips without the driver or a compiler."""
+    if not MANIFEST.exists() or not shutil.which("cc"):
+        pytest.skip("no Vulkan driver of Mesa for CPUs (mesa-vulkan-drivers), or no C compiler")
+    source, library = Path(__file__).with_name("mesa_in_chromium.c"), place / "libdriver.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    manifest = json.loads(MANIFEST.read_text())
+    manifest["ICD"]["library_path"] = str(library)
+    made = place / "driver.json"
+    made.write_text(json.dumps(manifest))
+    return made
+
+
+def browser_problem(out: Path, model: Path, dtype: str, place: Path) -> str:
+    """The first token that is not the model's; empty if none."""
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    batches = prompts(vocabulary)
+    for batch, rows in zip(batches, in_browser(out, dtype, batches, place), strict=True):
+        for prompt, row in zip(batch, rows, strict=True):
+            logits = exact_logits(out / "model.onnx", model, [*prompt, *row])
+            if problem := wrong_token(logits, prompt, row, NEAR[dtype] * float(logits.std())):
+                return problem
+    return ""
 
 
 def prompts(vocabulary: int) -> list[list[list[int]]]:
@@ -61,55 +99,28 @@ def prompts(vocabulary: int) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "options"),
-    [("llama", {}), ("gpt2", {}), ("gemma3_text", {}), ("llama", {"target": "ort-webgpu", "precision": "float32"})],
+    ("model_type", "dtype", "options"),
+    [
+        ("llama", "fp32", {}),
+        ("gpt2", "fp32", {}),
+        ("gemma3_text", "fp32", {}),
+        ("llama", "fp32", {"target": "ort-webgpu", "precision": "float32"}),
+        ("llama", "q4", {"quant": "int4"}),
+        ("llama", "fp16", {"precision": "float16"}),
+        ("gemma3_text", "fp16", {"target": "ort-webgpu", "precision": "float16"}),
+        ("llama", "q4f16", {"quant": "int4", "precision": "float16"}),
+        ("qwen3", "q4f16", {"quant": "int4", "precision": "float16"}),
+        ("mixtral", "q4f16", {"quant": "int4", "precision": "float16"}),
+        ("gpt2", "q4f16", {"quant": "int4", "precision": "float16"}),
+        ("gemma3_text", "q4f16", {"quant": "int4", "target": "ort-webgpu", "precision": "float16"}),
+    ],
 )
-def test_its_tokens_are_those_of_the_eager_model(model_type: str, options: dict[str, Any], tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    config = save_tiny(model_type, model, depth(model_type))
-    out = export(model, tmp_path / "out", layout=["transformersjs"], **options).folder
-    batches = prompts(config.vocab_size)
-    eager = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    expected = []
-    for batch in batches:
-        found = []
-        for prompt in batch:
-            given = torch.tensor([prompt])
-            tokens = eager.generate(given, attention_mask=torch.ones_like(given), **settings)
-            found.append(tokens[0, len(prompt) :].tolist())
-        expected.append(found)
-    assert in_browser(out, "fp32", batches, tmp_path) == expected
-
-
-def test_its_tokens_of_codes_are_those_of_the_codes_without_rounded_activations(tmp_path: Path) -> None:
-    config = save_tiny("llama", tmp_path / "model", depth("llama"))
-    out = export(tmp_path / "model", tmp_path / "out", layout=["transformersjs"], quant="int4").folder
-    batches = prompts(config.vocab_size)
-    found = in_browser(out, "q4", batches, tmp_path)
-    model = onnx.load(out / "model.onnx", load_external_data=False)
-    for node in model.graph.node:  # the CPU rounds activations to 8 bits, WebGPU does not
-        for attribute in (one for one in node.attribute if one.name == "accuracy_level"):
-            attribute.i = 1
-    onnx.save(model, out / "model.onnx")
-    session = ort.InferenceSession(out / "model.onnx")
-    for batch, rows in zip(batches, found, strict=True):
-        for prompt, row in zip(batch, rows, strict=True):
-            tokens = list(prompt)
-            for _ in range(NEW):
-                tokens.append(int(logits_of(session, tokens)[-1].argmax()))
-            assert tokens[len(prompt) :] == row
-
-
-def logits_of(session: ort.InferenceSession, tokens: list[int]) -> Any:
-    """Logits of a whole prompt, `[tokens, vocabulary]`."""
-    feeds: dict[str, Any] = {"input_ids": np.array([tokens]), "attention_mask": np.ones((1, len(tokens)), np.int64)}
-    for port in session.get_inputs():
-        if port.name == "position_ids":
-            feeds[port.name] = np.arange(len(tokens))[None]
-        elif port.name.startswith("past"):
-            feeds[port.name] = np.zeros((1, port.shape[1], 0, port.shape[3]), np.float32)
-    return session.run(["logits"], feeds)[0][0]
+def test_its_tokens_are_those_of_the_model(
+    model_type: str, dtype: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    save_tiny(model_type, tmp_path / "model", depth(model_type))
+    out = export(tmp_path / "model", tmp_path / "out", layout=["transformersjs"], **options).folder
+    assert browser_problem(out, tmp_path / "model", dtype, tmp_path) == ""
 
 
 def test_the_types_of_the_client_are_those_that_an_export_knows() -> None:

@@ -147,12 +147,19 @@ def _plain(tensor: LazyTensor, stored: QuantizedMatrix, transposed: bool) -> Laz
         scales = nearest_scales(rows, size).astype(dtype).astype(np.float32)
         return nearest_values(rows, scales, size)
 
-    whole = lru_cache(maxsize=1)(lambda: np.ascontiguousarray(rounded(tensor.read().astype(np.float32).T).T))
+    def whole() -> Array:
+        return np.ascontiguousarray(rounded(tensor.read().astype(np.float32).T).T)
 
     def load(start: int, stop: int) -> Array:
-        return whole()[start:stop] if transposed else rounded(tensor.rows(start, stop).astype(np.float32))
+        return _last(whole)[start:stop] if transposed else rounded(tensor.rows(start, stop).astype(np.float32))
 
     return LazyTensor(FLOAT32, tensor.shape, load)
+
+
+@lru_cache(maxsize=1)
+def _last(read: Callable[[], Any]) -> Any:
+    """What a function returns, kept until another is asked: a tensor is read in parts, and then the next one."""
+    return read()
 
 
 def nearest_scales(rows: Array, size: int) -> Array:
@@ -182,10 +189,17 @@ def _untied(config: dict[str, Any]) -> dict[str, Any]:
 def _replaced(tensor: LazyTensor, replacements: Sequence[tuple[MatchedMatrix, TensorMatch]]) -> LazyTensor:
     """A tensor in float32 in which windows are replaced by quantized matrices."""
 
+    def dequantized() -> list[Array]:
+        return [found.stored.read() for found, match in replacements if match.transposed]
+
     def load(start: int, stop: int) -> Array:
         rows = np.array(tensor.rows(start, stop), dtype=np.float32)
-        for window in windows:
-            window(rows, start, stop)
+        whole = iter(_last(dequantized))
+        for found, match in replacements:
+            if match.transposed:
+                _overwrite_transposed(next(whole), match, rows, start, stop)
+            else:
+                _overwrite(found, match, rows, start, stop)
         return rows
 
     (found, match), *rest = replacements
@@ -197,10 +211,6 @@ def _replaced(tensor: LazyTensor, replacements: Sequence[tuple[MatchedMatrix, Te
             tensor.shape,
             lambda start, stop: np.ascontiguousarray(found.stored.rows(start + shift, stop + shift)[:, part]),
         )
-    windows = [
-        _TransposedWindow(found, match) if match.transposed else partial(_overwrite, found, match)
-        for found, match in replacements
-    ]
     return LazyTensor(BY_NAME["float32"], tensor.shape, load)
 
 
@@ -214,20 +224,12 @@ def _overwrite(found: MatchedMatrix, match: TensorMatch, rows: Array, start: int
         rows[first - start : last - start, across] = values[:, match.columns.start : match.columns.stop]
 
 
-class _TransposedWindow:
-    """As `_overwrite`, for a transposed matrix, which is dequantized once."""
-
-    def __init__(self, found: MatchedMatrix, match: TensorMatch) -> None:
-        self._match = match
-        self._read = lru_cache(maxsize=1)(found.stored.read)
-
-    def __call__(self, rows: Array, start: int, stop: int) -> None:
-        match = self._match
-        first, last = max(start, match.first_column), min(stop, match.first_column + len(match.columns))
-        if first >= last:
-            return
+def _overwrite_transposed(matrix: Array, match: TensorMatch, rows: Array, start: int, stop: int) -> None:
+    """As `_overwrite`, with the values of a transposed matrix."""
+    first, last = max(start, match.first_column), min(stop, match.first_column + len(match.columns))
+    if first < last:
         shift = match.columns.start - match.first_column
-        values = self._read()[match.rows.start : match.rows.stop, first + shift : last + shift].T
+        values = matrix[match.rows.start : match.rows.stop, first + shift : last + shift].T
         rows[first - start : last - start, match.first_row : match.first_row + len(match.rows)] = values
 
 

@@ -212,6 +212,10 @@ class QuantizedMatrix:
             blocks -= self.zero[start:stop, :, None]
             blocks *= self.scale[start:stop, :, None].astype(np.float32)
             return codes
+        if self.repeat[1] == 1 and self.columns is None and self.scale.shape == (1, self.shape[1]):
+            codes -= self.zero  # a scale per column
+            codes *= self.scale.astype(np.float32)
+            return codes
         scale = self._spread(self.scale, start, stop).astype(np.float32)
         return (codes - self._spread(self.zero, start, stop)) * scale
 
