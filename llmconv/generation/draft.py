@@ -37,6 +37,7 @@ class Draft(Guesser):
         self._cache: Cache | None = None
         self._guess, self._length, self._hit = self._ids, 0, PRIOR
         self._spent = self._reading = 0.0  # seconds of the latest guesses, and those of a prompt before them
+        self._is_cold = True  # the first run of a shape takes several times as long as others
 
     def guess(self, ids: Array, most: int) -> Array:
         for guessed, token in zip(self._guess.tolist(), ids[self._length :].tolist(), strict=False):
@@ -49,6 +50,7 @@ class Draft(Guesser):
         count = self._count(self._hit, most) if self.is_on else 0
         if not count or not self._runner.reads_in_parts(len(ids) + count) or ids.max() >= self._vocabulary:
             self._hit += (1 - FORGET) * (PRIOR - self._hit)  # so that it is tried again
+            self._guess_seconds *= FORGET
             return self._guess
         self._guess = self._continued(ids, count)
         return self._guess
@@ -83,7 +85,9 @@ class Draft(Guesser):
 
     def _time(self, runs: int) -> None:
         """Records the time of the latest guesses, which took `runs` runs."""
-        if runs:
+        if self._is_cold:
+            self._is_cold = not runs
+        elif runs:
             each = self._spent / runs
             self._guess_seconds += (SECONDS_RATE if self._guess_seconds else 1.0) * (each - self._guess_seconds)
 

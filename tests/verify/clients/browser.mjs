@@ -1,6 +1,6 @@
 // Runs transformers.js on WebGPU in a headless Chromium: a request on stdin, the page's answer on stdout.
 // {transformersjs, chromium: folders of the environments, folder, dtype, batches, new, flags, driver: a Vulkan driver's manifest}
-import { copyFileSync, createReadStream, existsSync, readFileSync, statSync } from 'node:fs';
+import { copyFileSync, createReadStream, existsSync, readFileSync, rmSync, statSync } from 'node:fs';
 import { createServer } from 'node:http';
 import { createRequire } from 'node:module';
 import { dirname, extname, join, normalize } from 'node:path';
@@ -49,7 +49,10 @@ const { default: program } = await import(pathToFileURL(chromium.resolve('@spart
 const { default: puppeteer } = await import(pathToFileURL(chromium.resolve('puppeteer-core')));
 const args = ['--no-sandbox', '--no-first-run', '--disable-background-networking', ...request.flags];
 const executablePath = await program.executablePath();
-if (request.driver) copyFileSync(request.driver, join(dirname(executablePath), 'vk_swiftshader_icd.json'));
+if (request.driver) {
+  copyFileSync(request.driver, join(dirname(executablePath), 'vk_swiftshader_icd.json'));
+  rmSync(join(dirname(executablePath), 'libvk_swiftshader.so'));  // it would be a second adapter of the same ids
+}
 const browser = await puppeteer.launch({ executablePath, headless: 'shell', args });
 try {
   const page = await browser.newPage();

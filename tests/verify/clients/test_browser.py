@@ -1,4 +1,4 @@
-"""transformers.js on WebGPU in a headless Chromium, whose driver computes on the CPU.
+"""transformers.js on WebGPU in a headless Chromium and in Node, with drivers that compute on the CPU.
 
 SwiftShader comes with Chromium and has float32 only. Mesa's driver has float16; Chromium takes it under SwiftShader's
 ids (`mesa_in_chromium.c`).
@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from benchmarks import environments
 from llmconv.export import export
 from llmconv.export.clients.transformersjs import TEXT_MODELS
 from tests.builders.exact_logits import exact_logits, wrong_token
+from tests.export.test_clients import until_end
 from tools.tiny_models import depth, save_tiny
 
 ROOT = Path(__file__).parents[3]
@@ -79,11 +81,29 @@ def of_mesa(place: Path) -> Path:
     return made
 
 
-def browser_problem(out: Path, model: Path, dtype: str, place: Path) -> str:
+def in_node(folder: Path, dtype: str, batches: list[list[list[int]]], place: Path) -> list[list[list[int]]]:
+    """The same in Node, whose onnxruntime takes the system's driver."""
+    options = {"device": "webgpu", "dtype": dtype}
+    jobs = [{"folder": str(folder), "batch": batch, "new": NEW, "options": options} for batch in batches]
+    line = ["node", str(ROOT / "tests/export/clients/transformersjs_client.mjs")]
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(place)}
+    given = json.dumps(jobs)
+    done = subprocess.run(
+        line, cwd=HOMES["transformersjs"], input=given, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows: list[list[list[int]]] = json.loads(done.stdout.splitlines()[-1])
+    return [[until_end(row) for row in batch] for batch in rows]
+
+
+Places = Callable[[Path, str, list[list[list[int]]], Path], list[list[list[int]]]]
+
+
+def webgpu_problem(out: Path, model: Path, dtype: str, place: Path, run: Places = in_browser) -> str:
     """The first token that is not the model's; empty if none."""
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
     batches = prompts(vocabulary)
-    for batch, rows in zip(batches, in_browser(out, dtype, batches, place), strict=True):
+    for batch, rows in zip(batches, run(out, dtype, batches, place), strict=True):
         for prompt, row in zip(batch, rows, strict=True):
             logits = exact_logits(out / "model.onnx", model, [*prompt, *row])
             if problem := wrong_token(logits, prompt, row, NEAR[dtype] * float(logits.std())):
@@ -110,7 +130,7 @@ def prompts(vocabulary: int) -> list[list[list[int]]]:
         ("gemma3_text", "fp16", {"target": "ort-webgpu", "precision": "float16"}),
         ("llama", "q4f16", {"quant": "int4", "precision": "float16"}),
         ("qwen3", "q4f16", {"quant": "int4", "precision": "float16"}),
-        ("mixtral", "q4f16", {"quant": "int4", "precision": "float16"}),
+        ("phi3", "q4f16", {"quant": "int4", "precision": "float16"}),
         ("gpt2", "q4f16", {"quant": "int4", "precision": "float16"}),
         ("gemma3_text", "q4f16", {"quant": "int4", "target": "ort-webgpu", "precision": "float16"}),
     ],
@@ -120,7 +140,24 @@ def test_its_tokens_are_those_of_the_model(
 ) -> None:
     save_tiny(model_type, tmp_path / "model", depth(model_type))
     out = export(tmp_path / "model", tmp_path / "out", layout=["transformersjs"], **options).folder
-    assert browser_problem(out, tmp_path / "model", dtype, tmp_path) == ""
+    assert webgpu_problem(out, tmp_path / "model", dtype, tmp_path) == ""
+
+
+@pytest.mark.skipif(not MANIFEST.exists(), reason="no Vulkan driver of Mesa for CPUs (mesa-vulkan-drivers)")
+@pytest.mark.parametrize(
+    ("model_type", "dtype", "options"),
+    [
+        ("llama", "fp32", {}),
+        ("gemma3_text", "fp16", {"precision": "float16"}),
+        ("qwen3", "q4f16", {"quant": "int4", "precision": "float16"}),
+    ],
+)
+def test_its_tokens_in_node_are_those_of_the_model(
+    model_type: str, dtype: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    save_tiny(model_type, tmp_path / "model", depth(model_type))
+    out = export(tmp_path / "model", tmp_path / "out", layout=["transformersjs"], **options).folder
+    assert webgpu_problem(out, tmp_path / "model", dtype, tmp_path, in_node) == ""
 
 
 def test_the_types_of_the_client_are_those_that_an_export_knows() -> None:

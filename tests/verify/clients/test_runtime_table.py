@@ -1,8 +1,9 @@
 """Which options each runtime opens and computes as the eager model does: the cells of the table in docs/graphs.md.
 
-Each test is one cell. `WRITE_RUNTIMES=1 pytest tests/verify/clients/test_runtime_table.py` writes the page from what
-the cells gave. Tiny models of three families, because each breaks runtimes of its own: shared keys and values (llama),
-windows and scaled norms (gemma3_text), learned positions and biases (gpt2).
+Each test is one cell. `WRITE_RUNTIMES=1 ROWS=all pytest tests/verify/clients/test_runtime_table.py` writes the page
+from what the cells gave, in this run or an earlier one (`KEPT`). Tiny models of three families, because each breaks
+runtimes of its own: shared keys and values (llama), windows and scaled norms (gemma3_text), learned positions and
+biases (gpt2).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from llmconv.errors import LlmconvError
 from llmconv.export import export
 from llmconv.verify import Report, verify
 from tests.export.test_openvino import openvino_problem
-from tests.verify.clients.test_browser import browser_problem
+from tests.verify.clients.test_browser import webgpu_problem
 from tools.marked_page import MarkedPage
 from tools.tiny_models import depth, save_tiny
 
@@ -34,8 +35,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "`--opset 23`": {"opset": 23},
     "`--opset 24`": {"opset": 24},
     "`--precision float16`": {"precision": "float16"},
-    "`--quant int4`": {"quant": "int4"},
-    "`--cache shared-buffer`": {"cache": "shared-buffer", "max_seq_len": 128},
+    "`--quant int4`": {"quant": "int4", "quant_block": 16},
+    "`--cache shared-buffer`": {"cache": "shared-buffer"},
 }
 """Column to options of `export`; others have the defaults of the row."""
 
@@ -86,7 +87,7 @@ def on_webgpu(out: Path, model: Path, options: dict[str, Any]) -> str:
 
 def in_chromium(out: Path, model: Path, options: dict[str, Any]) -> str:
     dtype = "q4" if "quant" in options else "fp16" if "precision" in options else "fp32"
-    return browser_problem(out, model, dtype, out.parent)
+    return webgpu_problem(out, model, dtype, out.parent)
 
 
 def on_openvino(out: Path, model: Path, options: dict[str, Any]) -> str:
@@ -97,6 +98,7 @@ PAIR: dict[str, Any] = {"prefill": True, "incremental": True}
 ROWS: dict[str, tuple[str, Judge, dict[str, Any], tuple[str, ...]]] = {
     "onnxruntime, CPU": ("onnxruntime 1.31.1", on_cpu, PAIR, ()),
     "onnxruntime, WebGPU": ("onnxruntime-webgpu 1.27.0", on_webgpu, PAIR, ("webgpu",)),
+    "the same, `--target ort-webgpu`": ("", on_webgpu, {**PAIR, "target": "ort-webgpu"}, ("webgpu",)),
     "ONNX Runtime GenAI": ("onnxruntime-genai 0.18.0", of_client("genai"), {"layout": "genai"}, ("genai",)),
     "optimum": ("optimum-onnx 0.1.0", of_client("optimum"), {"layout": "optimum"}, ("optimum",)),
     "transformers.js, Node": (
@@ -111,7 +113,7 @@ ROWS: dict[str, tuple[str, Judge, dict[str, Any], tuple[str, ...]]] = {
         {"layout": "transformersjs"},
         ("transformersjs", "chromium"),
     ),
-    "OpenVINO, CPU": ("2026.4.1", on_openvino, PAIR, ("openvino",)),
+    "OpenVINO, CPU, `--opset 21`": ("2026.4.1", on_openvino, {**PAIR, "opset": 21}, ("openvino",)),
 }
 """Runtime to its version, what judges it, the options that it always has, and its environments."""
 
@@ -124,8 +126,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {family: home / family for family in FAMILIES}
 
 
-Cell = tuple[str, str]  # what the table says, and the reasons
-CELLS: dict[tuple[str, str], Cell] = {}
+KEPT = ROOT / "build/runtimes.json"
+CELLS: dict[str, tuple[str, str]] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+"""By row and column what the table says, and the reason of what is not right."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -133,7 +136,7 @@ def page() -> Iterator[None]:
     """Writes the page after the last cell, if that is asked for and all were made."""
     yield
     if os.environ.get("WRITE_RUNTIMES"):
-        assert len(CELLS) == len(ROWS) * len(OPTIONS), "some runtimes are not there: `make clients`"
+        KEPT.write_text(json.dumps(CELLS))
         assert PAGE.update(table()) == 0
 
 
@@ -144,7 +147,7 @@ def table() -> str:
     for row, (version, *_) in ROWS.items():
         cells = []
         for column in OPTIONS:
-            text, reason = CELLS[row, column]
+            text, reason = CELLS[f"{row}, {column}"]
             number = notes.setdefault(reason, len(notes) + 1) if reason else 0
             cells.append(f"{text} [{number}]" if number else text)
         lines.append(f"| {row} | {version} | {' | '.join(cells)} |")
@@ -161,20 +164,20 @@ def test_a_cell_says_what_the_runtime_does(row: str, column: str, models: dict[s
     for family, model in models.items():
         out = tmp_path / family / "out"
         try:
-            export(model, out, **always, **OPTIONS[column])
+            export(model, out, **{**always, **OPTIONS[column]})
         except LlmconvError as error:
             wrong[family] = f"refused: {error.message}"
             continue
         if problem := judge(out, model, OPTIONS[column]):
             wrong[family] = problem
-    CELLS[row, column] = _cell(wrong)
+    CELLS[f"{row}, {column}"] = found = _cell(wrong)
     if not os.environ.get("WRITE_RUNTIMES"):
         line = next(one for one in PAGE.page.read_text().splitlines() if one.startswith(f"| {row} | "))
         said = line.split("|")[3 + [*OPTIONS].index(column)].partition("[")[0].strip()
-        assert said == CELLS[row, column][0], wrong
+        assert said == found[0], wrong
 
 
-def _cell(wrong: dict[str, str]) -> Cell:
+def _cell(wrong: dict[str, str]) -> tuple[str, str]:
     if not wrong:
         return "yes", ""
     refused = all(problem.startswith("refused") for problem in wrong.values())
