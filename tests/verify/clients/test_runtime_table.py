@@ -98,7 +98,12 @@ PAIR: dict[str, Any] = {"prefill": True, "incremental": True}
 ROWS: dict[str, tuple[str, Judge, dict[str, Any], tuple[str, ...]]] = {
     "onnxruntime, CPU": ("onnxruntime 1.31.1", on_cpu, PAIR, ()),
     "onnxruntime, WebGPU": ("onnxruntime-webgpu 1.27.0", on_webgpu, PAIR, ("webgpu",)),
-    "the same, `--target ort-webgpu`": ("", on_webgpu, {**PAIR, "target": "ort-webgpu"}, ("webgpu",)),
+    "onnxruntime, WebGPU, `--target ort-webgpu`": (
+        "onnxruntime-webgpu 1.27.0",
+        on_webgpu,
+        {**PAIR, "target": "ort-webgpu"},
+        ("webgpu",),
+    ),
     "ONNX Runtime GenAI": ("onnxruntime-genai 0.18.0", of_client("genai"), {"layout": "genai"}, ("genai",)),
     "optimum": ("optimum-onnx 0.1.0", of_client("optimum"), {"layout": "optimum"}, ("optimum",)),
     "transformers.js, Node": (
@@ -181,7 +186,6 @@ def _cell(wrong: dict[str, str]) -> tuple[str, str]:
     if not wrong:
         return "yes", ""
     refused = all(problem.startswith("refused") for problem in wrong.values())
-    reasons = {problem.removeprefix("refused: ").replace("|", "/")[:160]: "" for problem in wrong.values()}
-    which = "" if len(wrong) == len(FAMILIES) else f"{', '.join(wrong)}: "
+    first = next(iter(wrong.values())).removeprefix("refused: ").removeprefix("FAILED | ").removeprefix("-- ")
     text = "refused" if refused else "no"
-    return (text if not which else f"{text} for {', '.join(wrong)}"), f"{which}{next(iter(reasons))}"
+    return (text if len(wrong) == len(FAMILIES) else f"{text} for {', '.join(wrong)}"), first.replace(" | ", ", ")
