@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from llmconv.errors import MalformedInput, listing
+from llmconv.errors import MalformedInput, UnsupportedInput, listing
 from llmconv.files.paths import refuse_git_lfs
 from llmconv.files.safetensors_file import RANGES, FileTensor, read_header
 from llmconv.files.source_file import fill, open_data
@@ -138,8 +138,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not (path / "config.json").is_file():
         raise refused_model(path)
     config = read_json(own_file(path, "config.json"))
+    if isinstance(given := config.get("quantization"), dict) and {"bits", "group_size"} <= given.keys():
+        config.setdefault("quantization_config", given)  # mlx-lm writes both, and wrote the first alone
     tensors = open_weights(path)
     refuse_unmerged(tensors, config, path.name)
+    refuse_mlx_layout(tensors, path.name)
     paths = {name: getattr(tensor, "path", None) for name, tensor in tensors.items()}
     files = {name: found.name for name, found in paths.items() if found}
     version = config.get("transformers_version")
@@ -147,6 +150,22 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(
         path, "hf", tensors, config, read_side_files(path), version=version, shards=len({*files.values()}), files=files
     )
+
+
+def refuse_mlx_layout(tensors: Mapping[str, LazyTensor], source: str) -> None:
+    """UnsupportedInput for a folder that MLX converted from a model whose weights it stores in an order of its own.
+
+    mlx-lm (`models/*.py`, `sanitize`) stacks experts as `switch_mlp`, moves the channels of a `conv1d` to the end, and
+    adds one to norms or multiplies weights in the same families; of others (Llama, Qwen 2 and 3, Gemma) it keeps all.
+    """
+    for name, tensor in tensors.items():
+        moved = name.endswith("conv1d.weight") and tensor.shape[2:] == (1,) and tensor.shape[1] > 1
+        if moved or ".switch_mlp." in name:
+            raise UnsupportedInput(
+                f"`{source}` was written by MLX, which stores weights of this family in an order, and some with values,"
+                f" of its own (`{name}`)",
+                hint="take the model it was converted from",
+            )
 
 
 PLACES = ("compression_config", "text_config", "llm_config", "language_config")

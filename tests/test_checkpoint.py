@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from llmconv.checkpoint import INDEX, SINGLE, open_checkpoint, read_json, read_side_files, require_bounds
-from llmconv.errors import InputRefused, MalformedInput
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 
 
 @pytest.fixture
@@ -143,3 +143,32 @@ def test_the_defaults_of_every_configuration_are_within_the_bounds() -> None:
             read += 1
             require_bounds(fields, kind)
     assert read > 300
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("model.layers.0.linear_attn.conv1d.weight", (8, 4, 1)),
+        ("backbone.layers.0.mixer.conv1d.weight", (8, 4, 1)),
+        ("model.layers.0.mlp.switch_mlp.gate_proj.weight", (2, 4, 8)),
+    ],
+)
+def test_what_mlx_stores_in_its_own_order_is_refused_by_its_name(
+    name: str, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    """It also adds one to the norms of such families, which no shape shows."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_next"}')
+    save_file({name: torch.ones(shape)}, tmp_path / SINGLE, {"format": "mlx"})
+    with pytest.raises(UnsupportedInput, match="was written by MLX") as refused:
+        open_checkpoint(tmp_path)
+    assert name in str(refused.value)
+    assert "converted from" in refused.value.hint
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 4), (8, 1, 1)])
+def test_a_convolution_in_the_order_of_torch_is_not_taken_for_one_of_mlx(
+    shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    save_file({"backbone.layers.0.mixer.conv1d.weight": torch.ones(shape)}, tmp_path / SINGLE)
+    assert len(open_checkpoint(tmp_path)) == 1

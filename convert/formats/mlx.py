@@ -1,7 +1,9 @@
-"""mlx-lm's adapters: `adapters.safetensors` next to `adapter_config.json`, with `fine_tune_type` lora, dora or full.
+"""Adapters of mlx-lm and mlx-vlm: `adapters.safetensors` next to `adapter_config.json`; lora, dora or full.
 
 Layout (mlx-lm `tuner/{lora,dora,utils}.py`): `<module>.lora_a` [in, r] and `<module>.lora_b` [r, out], the transpose of
 PEFT's; for experts `lora_a` [experts, r, in] and `lora_b` [experts, out, r]; DoRA's `m`; the update is scale·B·A.
+mlx-vlm (`trainer/{lora,utils}.py`) had `<module>.A` and `<module>.B` first, and a config of `rank`, `alpha` and
+`dropout`: there the update is alpha·B·A, whatever the rank.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from llmconv.files.safetensors_file import read_header
 from llmconv.tensors import LazyTensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
-FACTOR = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m)")
+FACTOR = re.compile(r"(?P<module>.+)\.(?P<part>lora_a|lora_b|m|A|B)")
 
 # Modules with all experts of a layer, and their separate modules on disk (mlx-lm `models/*.py`, `sanitize`)
 EXPERTS = {
@@ -32,6 +34,7 @@ EXPERTS = {
     "block_sparse_moe.switch_mlp.down_proj": "block_sparse_moe.experts.{}.w2",
     **{f"mlp.switch_mlp.{one}_proj": f"mlp.experts.{{}}.{one}_proj" for one in ("gate", "up", "down")},
 }
+FIRST_ALPHA = 0.1  # of mlx-vlm's first kind, where its config has none
 EXPERTS_LIMIT = 4096  # more experts than any layer has
 POSITIONS = ("wpe.weight", "embed_positions.weight")
 
@@ -77,6 +80,10 @@ def open_mlx_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -
 def _parameters(fields: Mapping[str, Any], alpha: float | None) -> dict[str, Any]:
     """`r` and `lora_alpha` as PEFT's (else MalformedInput); UsageProblem if both `alpha` and `scale` are there."""
     where, hint = "in the adapter config", f"repair `{CONFIG}`, or copy the adapter again"
+    if "lora_parameters" not in fields and "rank" in fields:  # mlx-vlm's first kind
+        first = Fields(fields, "", where, hint)
+        rank = first.count("rank", most=1 << 20)
+        return {"r": rank, "lora_alpha": rank * first.number("alpha", default=FIRST_ALPHA, most=1e30)}
     if not isinstance(fields.get("lora_parameters"), dict):
         raise Fields({}, "", where, hint).invalid("lora_parameters", fields.get("lora_parameters"))
     own = Fields(fields["lora_parameters"], "", where, hint)
@@ -154,4 +161,6 @@ def _of_experts(module: str, part: str, tensor: LazyTensor, source: str) -> dict
     return {f"{root}{target.format(number)}.{part}": matrix(number) for number in range(tensor.num_rows)}
 
 
-ADAPTER = AdapterFormat("mlx-lm (`adapters.safetensors` next to `adapter_config.json`)", _detect, open_mlx_adapter)
+ADAPTER = AdapterFormat(
+    "mlx-lm and mlx-vlm (`adapters.safetensors` next to `adapter_config.json`)", _detect, open_mlx_adapter
+)

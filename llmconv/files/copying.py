@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from llmconv.background import LOOK_AHEAD, BackgroundQueue
+from llmconv.errors import MalformedInput
 from llmconv.files.source_file import is_mirrored, open_source
+from llmconv.files.sources import sha256_by_name
 
 
 def flush_data(fd: int) -> None:
@@ -59,7 +61,8 @@ def copy_file(source: Path, made: BinaryIO, advance: Callable[[int], None]) -> d
     """Copies a file durably into the new, empty `made`, reporting bytes to `advance`; returns its manifest entry.
 
     A clone changes only metadata, so it gets no sha256: reading the file would take as long as copying it. For a copy,
-    it is computed in parallel, from the content of the target. Raises OSError.
+    it is computed in parallel, from the content of the target. Raises OSError; MalformedInput for a damaged file of the
+    hub's cache.
     """
     if is_mirrored(source):
         # copies a mirrored file while it is fetched
@@ -80,6 +83,9 @@ def copy_file(source: Path, made: BinaryIO, advance: Callable[[int], None]) -> d
             advance(size)
             return {"bytes": os.fstat(made.fileno()).st_size, "clone_of": source.name}
         sha256 = _copy(given.fileno(), made.fileno(), size, advance)
+        if sha256_by_name(source) not in ("", sha256):
+            problem = f"`{source.name}` in the hub's cache is damaged: its sha256 is not the one it is named by"
+            raise MalformedInput(problem, hint=f"delete `{source.resolve()}` and download the model again")
         os.fsync(made.fileno())
         return {"bytes": os.fstat(made.fileno()).st_size, "sha256": sha256}
 

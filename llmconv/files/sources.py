@@ -6,6 +6,7 @@ Of a model of the Hub only the files that it needs are downloaded, into the cach
 from __future__ import annotations
 
 import atexit
+import hashlib
 import os
 import re
 import weakref
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from llmconv.addresses import HubAddress, hub_address, is_hub_address, is_store_address, parse_hub_address
-from llmconv.errors import InputRefused, LlmconvError, first_line, listing
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line, listing
 from llmconv.files.paths import TEXT_LIMIT, LocalTree, follow, follow_local, is_address, path_of, without_credentials
 from llmconv.files.safe_folder import make_temporary_folder, remove_temporary_folder
 
@@ -36,6 +37,7 @@ MARKS = ("config.json", "adapter_config.json", "llmconv.json", "params.json")
 # ends of files that may contain weights, and of archives of them
 SUFFIXES, ARCHIVES = "safetensors|bin|pth?|ckpt|pdparams|distcp|npz|msgpack|gguf", "tar|t?gz|zip|zst"
 WEIGHTS = re.compile(rf".*\.(?:{SUFFIXES}|{ARCHIVES})")
+BLOB = re.compile(r"[0-9a-f]{64}")  # the name of a large file's content; small ones have Git's hash of 40
 SECONDS = 10  # timeout of the hub, after which the cache is used
 # configuration, tokenizer and code at the top of a repository
 SMALL = re.compile(r"[^/]+\.(?:json|jinja|txt|model|py|yaml|yml|md)")
@@ -55,12 +57,14 @@ def from_hub(address: HubAddress, headers_in: Path | None = None) -> Path:
     try:
         info = HfApi().model_info(repository, revision=revision, timeout=SECONDS)
         files = _needed_below(address, [file.rfilename for file in info.siblings or []])
-        known = (try_to_load_from_cache(repository, name, revision=str(info.sha)) for name in files)
-        if headers_in and not all(isinstance(path, str) for path in known):
+        known = {name: try_to_load_from_cache(repository, name, revision=str(info.sha)) for name in files}
+        if headers_in and not all(isinstance(path, str) for path in known.values()):
             listed = HfApi().list_repo_tree(repository, revision=info.sha, recursive=True)
             sizes = {file.path: file.size for file in listed if isinstance(file, RepoFile)}
             return mirror_hub(address, str(info.sha), {name: sizes[name] for name in files}, headers_in)
         home = Path(snapshot_download(repository, revision=revision, allow_patterns=[escape(name) for name in files]))
+        for name in (name for name, path in known.items() if not isinstance(path, str)):
+            _require_as_named(home / name)
         return home / address.folder
     except InputRefused:
         raise
@@ -77,6 +81,25 @@ def from_hub(address: HubAddress, headers_in: Path | None = None) -> Path:
         why = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else "the hub cannot be reached"
         absent = f"`{address.short}` does not exist on this machine and is not in the hub's cache; {why}"
         raise problem or InputRefused(absent, hint="check the spelling, the current folder and the network") from error
+
+
+def sha256_by_name(path: Path) -> str:
+    """The sha256 that a large file in the hub's cache should have, by the name of its blob; empty for other files."""
+    blob = path.resolve()
+    return blob.name if blob.parent.name == "blobs" and BLOB.fullmatch(blob.name) else ""
+
+
+def _require_as_named(path: Path) -> None:
+    """Reads a file that was just downloaded: huggingface_hub compares its size alone. One that differs is deleted."""
+    if not (expected := sha256_by_name(path)):
+        return
+    with open(path, "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != expected:
+        path.resolve().unlink()
+        path.unlink()
+        problem = f"`{path.name}` arrived damaged from the hub: its sha256 is not the one that the hub has"
+        raise MalformedInput(problem, hint="run again, which downloads this file again")
 
 
 def _needed_below(address: HubAddress, listed: list[str]) -> list[str]:

@@ -46,11 +46,10 @@ class QuantizedCheckpoint:
 
 def quantized_checkpoint(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
     """The quantized weights, None without `quantization_config`; MalformedInput, UnsupportedInput for a method."""
-    if not checkpoint.config.get(FIELD):
+    if (kind := method_name(checkpoint.config)) is None:
         refuse_misplaced(checkpoint, checkpoint.config)
         return None
-    kind = str(method_name(checkpoint.config))
-    if kind not in methods() or not isinstance(checkpoint.config[FIELD], Mapping):
+    if kind not in methods() or not isinstance(checkpoint.config.get(FIELD), Mapping):
         hint = f"supported are {', '.join(methods())}; take the model it was quantized from"
         raise UnsupportedInput(f"the model is quantized with `{kind[:40]}`, which is not supported", hint=hint)
     method = methods()[kind]
@@ -85,10 +84,21 @@ def method_name(config: Mapping[str, Any]) -> str | None:
     settings = config.get(FIELD)
     if not settings:
         return None
+    if is_mlx(settings):
+        return "mlx"
     name = settings.get("quant_method") if isinstance(settings, Mapping) else settings
     if name is None and any(str(key).startswith("load_in_") for key in settings):
         return "bitsandbytes"  # transformers before 4.37 did not write the method
     return str(name)
+
+
+def is_mlx(settings: Any) -> bool:
+    """Whether these are the settings of MLX (mlx-lm `utils.py`): bits and group, and those of single modules."""
+    if not isinstance(settings, Mapping) or not {"bits", "group_size"} <= settings.keys():
+        return False
+    others = {name: value for name, value in settings.items() if name not in ("bits", "group_size", "mode")}
+    is_other = {"quant_method", "sym", "desc_act", "zero_point"} & others.keys()
+    return not is_other and all(isinstance(value, Mapping) or value is False for value in others.values())
 
 
 @dataclass(frozen=True, eq=False)

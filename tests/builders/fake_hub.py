@@ -120,6 +120,8 @@ class FakeHub:
         self.sent = 0
         """Bytes of files in all answers."""
         self.faults: list[Fault] = []
+        self.damaged = ""
+        """Part of the path of files whose last bit changes on the way."""
         self.held, self.hold = threading.Event(), ""
         self.corrupt = self.always_ignores = False
         self.address = ""
@@ -329,6 +331,8 @@ async def resolve(hub: FakeHub, request: Request, *parts: str) -> Response:
     first, _, last = request.headers.get("range", "").removeprefix("bytes=").partition("-")
     if not first or request.method == "HEAD":
         body = kept.content if request.method == "GET" else b""
+        if body and hub.damaged and hub.damaged in path:
+            body = body[:-1] + bytes([body[-1] ^ 1])
         hub.sent += len(body)
         return Response(body, 200, {**told, "Content-Length": str(size)})
     start, end = int(first), min(int(last or size), size - 1)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.compressed import quantize
-from llmconv.errors import InputRefused
+from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 from tests.compressed.test_reference import preset
 
@@ -90,3 +90,17 @@ def test_groups_of_another_size_are_refused(coded: Path, tmp_path: Path) -> None
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputRefused, match="groups of 32"):
         read(folder)
+
+
+@pytest.mark.parametrize("fields", [("quantization", "quantization_config"), ("quantization",)])
+@pytest.mark.parametrize(
+    "extra", [{}, {"mode": "affine", "lm_head": False, "model.norm": {"group_size": 64, "bits": 8}}]
+)
+def test_a_folder_that_mlx_quantized_is_named(fields: tuple[str, ...], extra: dict[str, Any], tmp_path: Path) -> None:
+    """mlx-lm writes no `quant_method`, and at first wrote `quantization` alone."""
+    tensors = {"lm_head.weight": torch.ones(8, 4, dtype=torch.int32), "lm_head.scales": torch.ones(8, 1)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "mlx"})
+    config = {"model_type": "llama", **dict.fromkeys(fields, {"group_size": 32, "bits": 4, **extra})}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedInput, match="quantized with `mlx`"):
+        quantized_checkpoint(open_checkpoint(tmp_path))

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from llmconv.checkpoint import INDEX, Checkpoint, open_checkpoint
-from llmconv.errors import OutputFailed
+from llmconv.errors import MalformedInput, OutputFailed
 from llmconv.files import copying
 from llmconv.files.copying import can_clone
 from llmconv.output.manifest import Manifest
@@ -173,3 +173,21 @@ def test_clones_need_no_space(xfs: Path) -> None:
     plan = Plan(Checkpoint(xfs, "test", {}, {}), (replace(vast, copy_of=xfs / "file"),))
     assert destination_of(xfs / "out").space_needed(plan) == 0
     assert destination_of(xfs.parent / "out").space_needed(plan) == 1 << 40
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_large_file_of_the_hubs_cache_has_the_sha256_that_it_is_named_by(damaged: bool, tmp_path: Path) -> None:
+    """huggingface_hub compares the size of a download only."""
+    content = b"weights" * 1000
+    blob = tmp_path / "models--org--name/blobs" / hashlib.sha256(content).hexdigest()
+    blob.parent.mkdir(parents=True)
+    blob.write_bytes(content[:-1] + b"x" if damaged else content)
+    link = tmp_path / "model.safetensors"
+    link.symlink_to(blob)
+    with open(tmp_path / "out", "w+b") as made:
+        if damaged:
+            with pytest.raises(MalformedInput, match="in the hub's cache is damaged") as refused:
+                copying.copy_file(link, made, lambda _: None)
+            assert str(blob) in refused.value.hint
+        else:
+            assert copying.copy_file(link, made, lambda _: None)["bytes"] == len(content)

@@ -116,6 +116,19 @@ def test_a_file_that_the_hub_refuses_is_one_line(client: Client, tmp_path: Path,
     assert done.returncode == 3 and done.stderr.startswith("error: `org/name`") and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
+def test_a_file_that_changed_on_the_way_is_refused_and_downloaded_again(
+    client: Client, model: Path, tmp_path: Path
+) -> None:
+    """huggingface_hub compares sizes only; the hub's sha256 is the name of the file in the cache."""
+    upload(client.hub.repository("org/name"), model)
+    client.hub.damaged = "model-00001"
+    done = client.run("to-hf", "org/name", "-o", tmp_path / "out", "--dtype", "bfloat16")
+    assert done.returncode == 3 and "arrived damaged from the hub" in done.stderr, done.stderr
+    client.hub.damaged = ""
+    assert client.run("to-hf", "org/name", "-o", tmp_path / "out", "--dtype", "bfloat16").returncode == 0
+
+
 def save_large(folder: Path) -> None:
     """A model in two shards of 4 MB each."""
     config = transformers.LlamaConfig(

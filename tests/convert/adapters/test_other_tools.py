@@ -131,6 +131,21 @@ def test_the_older_formula_of_mlx_is_asked_for(tmp_path: Path, logits_of: Judge)
     assert_merged_as_upstream("mlx/llama_lora", adapter, tmp_path / "merged", logits_of, alpha=20.0)
 
 
+@pytest.mark.parametrize(("fields", "weight"), [({"rank": 4, "alpha": 5.0, "dropout": 0.0}, 1.0), ({"rank": 4}, 50.0)])
+def test_the_first_kind_of_mlx_vlm_is_scaled_by_alpha_alone(
+    fields: dict[str, Any], weight: float, tmp_path: Path, logits_of: Judge
+) -> None:
+    """The factors are mlx-lm's, whose scale is 5; alpha is not divided by the rank, and 0.1 if there is none."""
+    case, adapter = "mlx/llama_lora", tmp_path / "adapter"
+    adapter.mkdir()
+    parts = {"lora_a": "A", "lora_b": "B"}
+    factors = {Path(name): tensor for name, tensor in load_file(FIXTURES / case / "adapters.safetensors").items()}
+    renamed = {f"{name.stem}.{parts[name.suffix[1:]]}": tensor for name, tensor in factors.items()}
+    save_file(renamed, adapter / "adapters.safetensors")
+    (adapter / "adapter_config.json").write_text(json.dumps(fields))
+    assert_merged_as_upstream(case, adapter, tmp_path / "merged", logits_of, weights=[weight])
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
