@@ -89,13 +89,21 @@ class Embedder:
         return np.stack([rows[at] for at in range(len(tokens))]) if rows else np.zeros((0, 0), dtype=np.float32)
 
     def run(self, tokens: Sequence[Sequence[int]]) -> Array:
-        """The results of token ids, at least one row, in one run of the graph: float32 [rows, features] or [rows]."""
+        """The results of token ids, at least one row, in one run of the graph: float32 [rows, features] or [rows].
+
+        Raises:
+            MalformedInput: one is NaN or infinite.
+        """
         # int64 [batch, tokens], with padding on the right
         ids = np.full((len(tokens), max(map(len, tokens))), self._padding, dtype=np.int64)
         mask = np.zeros_like(ids)
         for row, one in enumerate(tokens):
             ids[row, : len(one)], mask[row, : len(one)] = one, 1
         found = self._graph.run(ids, mask)[OUTPUTS[self.role]]
+        if not np.isfinite(found).all():
+            raise MalformedInput(
+                f"the {RESULTS[self.role]} of a text is NaN or infinite", hint="run `llmconv verify` on the folder"
+            )
         return found[:, : self.rules.dimensions] if self.role == "embed" else found
 
     @property

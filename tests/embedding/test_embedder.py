@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.export import export
 from tests.builders.embedding_models import save_model, save_modules
 from tests.builders.quantizers import save_tokenizer
+from tests.builders.safetensors import change_tensor
 from tests.builders.tracing import trace_once
 
 trace_once()
@@ -60,6 +62,15 @@ def test_texts_of_several_lengths_keep_their_order(folder: Path, expected: Calla
 def test_a_prompt_of_the_model_stands_in_front(folder: Path, expected: Callable[[list[int]], object]) -> None:
     found = Embedder(folder).encode("t3", prompt_name="query")
     np.testing.assert_allclose(found[0], np.asarray(expected([9, 3])), atol=1e-5)
+
+
+def test_an_embedding_that_is_no_number_is_refused(folder: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(folder, tmp_path / "broken"))
+    change_tensor(
+        broken / "model.safetensors", "layers.0.mlp.down_proj.weight", lambda values: np.full_like(values, np.nan)
+    )
+    with pytest.raises(MalformedInput, match="the embedding of a text is NaN or infinite"):
+        Embedder(broken).encode(["t3 t4"])
 
 
 def test_an_unknown_prompt_is_refused(folder: Path) -> None:
