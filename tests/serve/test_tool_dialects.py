@@ -278,5 +278,6 @@ def test_a_dialect_is_told_by_the_chat_template(source: str, name: str) -> None:
 
 def test_reasoning_is_told_by_template_or_tokens() -> None:
     assert detected_thoughts("x </think>", []) == THOUGHTS[0]
+    assert detected_thoughts("<|im_start|>assistant\n<think>", []) == THOUGHTS[0]  # OLMo 3 Think, vllm 13125
     assert detected_thoughts("", ["[THINK]", "[/THINK]"]) == THOUGHTS[1]
     assert detected_thoughts("", ["<think>"]) is None
