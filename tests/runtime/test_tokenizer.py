@@ -149,7 +149,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_tokenizer_model_alone_gives_the_tokens_of_sentencepiece(kind: str, tmp_path: Path) -> None:
-    lines = iter(["the thermal fox x != y, how are you?", "caf\u00e9 (12,345) 2024", "def main(): print(1)"] * 30)
+    lines = iter(["the thermal fox x != y, how are you?", "\u00e9t\u00e9 (12,345) 2024", "def main(): print(1)"] * 30)
     size = {"vocab_size": 330, "hard_vocab_limit": False, "byte_fallback": True, "character_coverage": 1.0}
     options = {"model_type": "bpe", **size, "minloglevel": 2, **MODELS[kind]}
     with open(tmp_path / "tokenizer.model", "wb") as file:
@@ -158,7 +158,7 @@ def test_tokenizer_model_alone_gives_the_tokens_of_sentencepiece(kind: str, tmp_
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     found = load_tokenizer(tmp_path)
     reference = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
-    texts = ["thermal", "a  b", "x != y, 12345", "\uff21 full \ufb01", "tab\tline\nnew  ", "caf\u00e9 \u6771"]
+    texts = ["thermal", "a  b", "x != y, 12345", "\uff21 full \ufb01", "tab\tline\nnew  ", "\u00e9t\u00e9 \u6771"]
     texts += [] if kind == "llama" else ["  two spaces first"]  # transformers adds no prefix before a space
     for text in texts:
         assert found.encode(text, add_special_tokens=False) == reference.encode(text), text
