@@ -246,6 +246,7 @@ def test_calls_of_other_dialects_that_are_invalid_stay_text(dialect: str, text: 
 
 def test_reasoning_that_the_prompt_began() -> None:
     assert parsed(parser("hermes", opened=True), "Hm.\n</think>\n\nYes.\n", 2)[:2] == ("Yes.\n", "Hm.")
+    assert parsed(parser("hermes", opened=True), "<think>\nHm.\n</think>\n\nYes.\n", 2)[:2] == ("Yes.\n", "Hm.")
     assert parsed(parser("hermes", opened=True), "Hm. I never end", 2)[:2] == ("", "Hm. I never end")
     assert parsed(TextParser(THOUGHTS[1]), "[THINK]a[/THINK]b", 2)[:2] == ("b", "a")
     assert parsed(TextParser(THOUGHTS[0]), "a <think> b </think>\n", 2)[:2] == ("a <think> b </think>\n", "")
