@@ -160,6 +160,19 @@ def language_config(folder: Path) -> dict[str, Any]:
     return {**config, **(text if isinstance(text, dict) else {})}
 
 
+def require_one_attention(config: Any) -> None:
+    """Raises UnsupportedInput for a model that transformers itself computes in two ways.
+
+    Falcon's eager attention, which is traced and which `verify` compares with, adds the biases of `alibi` twice: they
+    are in the mask already (transformers 5.23). Its SDPA, with which models run, adds them once.
+    """
+    if getattr(config, "model_type", "") == "falcon" and getattr(config, "alibi", False):
+        raise UnsupportedInput(
+            "models of type `falcon` with `alibi` are not exported or verified: transformers computes them in two ways",
+            hint="`llmconv generate MODEL --backend torch` runs it as transformers does",
+        )
+
+
 MTP = re.compile(r"(?:^|\.)mtp(?:_layers|_dspark)?\.")
 MTP_LAYER = re.compile(r"(.*\blayers\.(\d{1,9})\.)eh_proj\.weight")
 

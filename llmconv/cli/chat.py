@@ -41,7 +41,7 @@ def command(model: str, system: str, template: str, as_json: bool, **given: Any)
 
     opened = opener(generation_options.with_graphs(model, given), cast(Any, given))()
     picked = generation_options.settings(generation_options.without_running(given))
-    settings = answer_settings(opened.defaults, template, **picked)
+    settings = answer_settings(opened.defaults.but(eos_token_id=opened.chat_ends), template, **picked)
     talk(Chat(opened, settings, template=template, system=system), opened.folder.resolve().name, as_json)
 
 

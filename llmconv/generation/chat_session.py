@@ -76,7 +76,7 @@ class Chat:
 
 
 def answer_settings(defaults: GenerationSettings, template: str, **given: Any) -> GenerationSettings:
-    """The model's settings for answers: a template's stop strings, `given` fields, else `ANSWER_TOKENS` tokens."""
+    """The settings for answers of `Chat`: a template's stop strings, `given` fields, else `ANSWER_TOKENS` tokens."""
     settings = defaults.but(**given)
     if settings.max_new_tokens is None and settings.max_length is None:
         settings = settings.but(max_new_tokens=ANSWER_TOKENS)

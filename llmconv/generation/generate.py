@@ -131,6 +131,9 @@ class Wording:
         """The template for texts; empty if they are not chats."""
         return self.template or (TOKENIZER if self.system or self.chat else "")
 
+    def is_chat(self, prompt: Prompt) -> bool:
+        return bool(self._chat_template) or not isinstance(prompt.content, str)
+
     @property
     def stops(self) -> tuple[str, ...]:
         if not self._chat_template:
@@ -542,6 +545,8 @@ def prepare(
         running["form"] = "file" if wording.prompt_prefix and batch_size > 1 else "mapped" if is_short else "auto"
     opened = opener(model, cast(RunningOptions, running))()
     chosen = opened.defaults.but(**settings)
+    if all(wording.is_chat(prompt) for prompt in prompts):
+        chosen = chosen.but(eos_token_id=opened.chat_ends)
     if chosen.max_new_tokens is None and chosen.max_length is None:
         chosen = chosen.but(max_new_tokens=NEW_TOKENS)
     chosen = chosen.but(stop_strings=tuple(dict.fromkeys((*chosen.stop_strings, *wording.stops))))

@@ -229,6 +229,16 @@ class TextModel:
         return self.runner.virtual_tokens
 
     @property
+    def chat_ends(self) -> frozenset[int]:
+        """Tokens that end an answer in a chat: those of the settings, and the tokenizer's end token.
+
+        A chat model that was trained from a base may keep the base's `generation_config.json`, and end its turns with a
+        token that only the tokenizer names.
+        """
+        own = self.tokenizer.eos_token_id
+        return self.defaults.eos_token_id | (frozenset() if own is None else {int(own)})
+
+    @property
     def _engine(self) -> GenaiEngine | LoopEngine:
         if self.backend == "genai":
             return cast("GenaiEngine", self.runner)
@@ -275,7 +285,7 @@ class TextModel:
             problem = f"`text` is {kind_of(text)}, not a string"
             raise UsageProblem(problem, hint="give one `str`; for a chat use `encode_chat`")
         start = self.defaults.bos_token_id
-        return encode_prompt(self.tokenizer, text, start, add_special_tokens=add_special_tokens, most=most)
+        return self._known(encode_prompt(self.tokenizer, text, start, add_special_tokens=add_special_tokens, most=most))
 
     def encode_chat(
         self,
@@ -302,7 +312,24 @@ class TextModel:
         from llmconv.runtime.chat_templates import encode_chat  # noqa: PLC0415 - a text needs none
 
         options: dict[str, Any] = {"add_special_tokens": add_special_tokens, "most": most, "variables": variables}
-        return encode_chat(self.tokenizer, messages, template, **options)
+        return self._known(encode_chat(self.tokenizer, messages, template, **options))
+
+    @cached_property
+    def _vocabulary(self) -> int | None:
+        """Number of tokens that the model knows; None if its configuration does not tell."""
+        size = language_config(self.folder).get("vocab_size")
+        return size if isinstance(size, int) and self.images is None else None
+
+    def _known(self, ids: list[int]) -> list[int]:
+        """Raises InputRefused for a token without an embedding: one that was added to the tokenizer alone."""
+        if self._vocabulary is None or not ids or max(ids) < self._vocabulary:
+            return ids
+        token = max(ids)
+        problem = f"the prompt has the token `{self.tokenizer.convert_ids_to_tokens(token)}` of id {token}"
+        raise InputRefused(
+            f"{problem}, and the model knows {self._vocabulary} tokens",
+            hint="give the model's own tokenizer, or resize its embeddings (`resize_token_embeddings`) and train them",
+        )
 
     def without_images(self, ids: list[int], name: str = "the prompt") -> list[int]:
         """The tokens of a prompt without images, see `ImageEncoder.without_images`."""

@@ -19,6 +19,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -187,14 +188,21 @@ def _text(
     variables: Mapping[str, Any] | None = None,
 ) -> str:
     """The text of messages, made by `bounded_text` if the template comes with a model; raises as it does."""
-    goes_on = for_answer and messages[-1]["role"] == "assistant"
+    last = messages[-1]
+    goes_on = for_answer and last["role"] == "assistant"
     ending = {"add_generation_prompt": for_answer and not goes_on, "continue_final_message": goes_on}
+    ending |= variables or {}  # a server's client may want another end
+    if ending["continue_final_message"] and isinstance(last.get("content"), str) and not last["content"].strip():
+        # transformers would cut the text where it finds the content: an empty one takes the line break before it along
+        begun = [*messages[:-1], {**last, "content": NEEDLE}]
+        return _text(tokenizer, template, begun, for_answer, ending).removesuffix(NEEDLE)
+    keeps_none = any(message.get("content", "") is None for message in messages)
     render = partial(
-        tokenizer.apply_chat_template,
+        partial(_with_none, tokenizer) if keeps_none else tokenizer.apply_chat_template,
         [dict(message) for message in messages],
         chat_template=find_template(template).text,
         tokenize=False,
-        **{**ending, **(variables or {})},  # a server's client may want another end
+        **ending,
     )
     trusted = template in TEMPLATES and template != TOKENIZER
     if trusted:
@@ -203,6 +211,19 @@ def _text(
         return bounded_text(lambda: _rendered(render))
     except TooCostly:
         raise RenderLimitExceeded from None
+
+
+def _with_none(
+    tokenizer: Any, messages: list[dict[str, Any]], *, chat_template: str | None, tokenize: bool, **variables: Any
+) -> str:
+    """As `apply_chat_template`, which leaves out a content of None: templates of DeepSeek's ask for it."""
+    from transformers.utils.chat_template_utils import render_jinja_template  # noqa: PLC0415 - a text needs none
+
+    source = tokenizer.get_chat_template(chat_template, variables.get("tools"))
+    texts, _ = render_jinja_template(
+        conversations=[messages], chat_template=source, **{**tokenizer.special_tokens_map, **variables}
+    )
+    return str(texts[0])
 
 
 def _rendered(render: Callable[[], str]) -> str:
@@ -273,34 +294,43 @@ class ContentForms:
     def fitted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """The messages with each content in a form that the template reads, if any; raises RenderLimitExceeded."""
         made = [{**message, "content": self._content(str(message["role"]), message["content"])} for message in messages]
-        if any(message.get("tool_calls") for message in made):
-            in_text, empty = self._call_form()
-            made = [_with_calls(message, in_text, empty) for message in made]
-        return made
+        in_text, form = self._call_form() if any(message.get("tool_calls") for message in made) else (False, ABSENT)
+        return [self._with_calls(message, in_text, form) for message in made]
 
-    def _call_form(self) -> tuple[bool, bool]:
-        """Whether the template reads arguments of calls as JSON text, and an empty content in place of none."""
-        for in_text, empty in ((False, False), (False, True), (True, False), (True, True)):
-            key = f"calls {empty}", in_text
-            if key not in self._known:
-                self._known[key] = self._tried_calls(in_text, empty)
-            if self._known[key]:
-                return in_text, empty
-        return False, False
+    def _with_calls(self, message: Mapping[str, Any], in_text: bool, form: str) -> dict[str, Any]:
+        """A message with calls in a form that is read; an empty content stays if the template shows calls with it."""
+        if message["content"] or (message["content"] == "" and not message.get("tool_calls")):
+            return _with_calls(message, in_text, "")
+        stays = message["content"] == "" and self._reads_calls(in_text, EMPTY)
+        return _with_calls(message, in_text, EMPTY if stays else form)
 
-    def _tried_calls(self, in_text: bool, empty: bool) -> bool:
+    def _call_form(self) -> tuple[bool, str]:
+        """Whether the template reads arguments of calls as JSON text, and what it reads as the content of none."""
+        for form in (ABSENT, EMPTY), (NONE,):
+            for in_text, content in product((False, True), form):
+                if self._reads_calls(in_text, content):
+                    return in_text, content
+        return False, ABSENT
+
+    def _reads_calls(self, in_text: bool, form: str) -> bool:
+        key = f"calls {form}", in_text
+        if key not in self._known:
+            self._known[key] = self._tried_calls(in_text, form)
+        return self._known[key]
+
+    def _tried_calls(self, in_text: bool, form: str) -> bool:
         function = {"name": "a", "arguments": {NEEDLE: NEEDLE}}
         call = {"id": CALL_ID, "type": "function", "function": function}
         calls = {"role": "assistant", "content": None, "tool_calls": [call]}
         user = {"role": "user", "content": "a"}
         answer = {"role": "tool", "content": "a", "name": "a", "tool_call_id": CALL_ID}
         try:
-            text = self._render([user, _with_calls(calls, in_text, empty), answer])
+            text = self._render([user, _with_calls(calls, in_text, form), answer])
         except RenderLimitExceeded:
             raise
         except Exception:  # a template can raise anything
             return False
-        return NEEDLE in text and f"'{NEEDLE}'" not in text and f'\\"{NEEDLE}' not in text
+        return NEEDLE in text and all(wrong not in text for wrong in (f"'{NEEDLE}'", f'\\"{NEEDLE}', "None"))
 
     def _reads(self, role: str, in_parts: bool) -> bool:
         key = role, in_parts
@@ -334,13 +364,18 @@ class ContentForms:
 CALL_ID = "zq7w3k9ab"  # nine letters and digits, as Mistral's templates demand
 
 
-def _with_calls(message: Mapping[str, Any], in_text: bool, empty: bool) -> dict[str, Any]:
-    """A message whose calls have their arguments as JSON text, or as an object; `empty`: without None as content."""
+ABSENT, EMPTY, NONE = "absent", "empty", "none"  # contents of a message that has calls and no text
+
+
+def _with_calls(message: Mapping[str, Any], in_text: bool, form: str) -> dict[str, Any]:
+    """A message whose calls have their arguments as JSON text, or as an object; `form` is its content, or empty."""
     made = dict(message)
+    if form == ABSENT:
+        del made["content"]
+    elif form:
+        made["content"] = "" if form == EMPTY else None
     if not made.get("tool_calls"):
         return made
-    if empty and made["content"] is None:
-        made["content"] = ""
     calls = []
     for call in made["tool_calls"]:
         given = call.get("function") if isinstance(call, Mapping) else None

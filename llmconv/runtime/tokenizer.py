@@ -33,7 +33,7 @@ TOKENIZER = "tokenizer"  # the name of the tokenizer's own chat template
 
 # maximum number of special tokens, and of places for a text, in one template; models have up to 5 and 2
 MAX_SPECIAL, MAX_TEXTS = 1024, 8
-FILE = "tokenizer.json"
+FILE, MODEL = "tokenizer.json", "tokenizer.model"
 MAX_PLACES = 8  # maximum number of post-processors in one file, which has one
 TEMPLATE = re.compile(r'"post_processor"\s*:\s*')
 HIDDEN = re.compile(r"\\u00[2-7][0-9a-fA-F]", re.IGNORECASE)  # a letter written as an escape, as no program writes one
@@ -138,6 +138,8 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
             if type(found).__name__ not in PLAIN:
                 _follow_file(found, folder)
             _follow_flags(found, folder)
+        elif own is None and (folder / MODEL).is_file():
+            _follow_model(found, folder)
         return found
     except LlmconvError:
         raise
@@ -216,6 +218,60 @@ def _follow_file(found: Any, folder: Path) -> None:
         value = model.get(switch) or (None if switch in SWITCHES[3:] else False)
         if (getattr(backend.model, switch) or None) != (value or None):
             setattr(backend.model, switch, value)
+
+
+PROBES = (
+    "Hello world, how are you?",
+    "thermal (12,345)  x",
+    "a\tb\n  c \N{EM DASH} d",
+    "\N{FULLWIDTH LATIN CAPITAL LETTER A}\u00e9\u6771 ",
+)
+UNIGRAM = 1  # `TrainerSpec.ModelType` of sentencepiece
+
+
+def _follow_model(found: Any, folder: Path) -> None:
+    """Gives a tokenizer that transformers made of `tokenizer.model` alone what it left out of that file.
+
+    transformers 5 takes the pieces for a BPE without a normalizer: full-width letters, spaces side by side (OpenLLaMA)
+    and the pieces of a unigram model became other tokens. InputRefused if they still do.
+    """
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # noqa: PLC0415 - few need it
+    from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2  # noqa: PLC0415
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers  # noqa: PLC0415
+
+    backend: Any = getattr(found, "backend_tokenizer", None)
+    data = (folder / MODEL).read_bytes()
+    proto = sentencepiece_model_pb2.ModelProto()
+    try:
+        proto.ParseFromString(data)
+    except DecodeError:
+        return  # tiktoken's
+    if not isinstance(getattr(backend, "pre_tokenizer", None), pre_tokenizers.Metaspace) or not proto.pieces:
+        return
+    spec, unk = proto.normalizer_spec, proto.trainer_spec.unk_id
+    steps: list[Any] = [normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []
+    if spec.remove_extra_whitespaces:
+        spaces = ("\\A +|[ \N{LOWER ONE EIGHTH BLOCK}]+\\z", ""), (" {2,}", " ")
+        steps += [normalizers.Replace(Regex(pattern), content) for pattern, content in spaces]
+    if steps:
+        backend.normalizer = normalizers.Sequence(steps)
+    given = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    if spec.remove_extra_whitespaces and given.get("legacy") is not False:
+        # `first` would take a text whose first spaces were removed for a later one
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    if not spec.add_dummy_prefix:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+        plain = [decoders.Replace("\N{LOWER ONE EIGHTH BLOCK}", " "), decoders.ByteFallback(), decoders.Fuse()]
+        backend.decoder = decoders.Sequence(plain)
+    if proto.trainer_spec.model_type == UNIGRAM:
+        pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+        backend.model = models.Unigram(pieces, unk, proto.trainer_spec.byte_fallback)
+    processor = SentencePieceProcessor(model_proto=data)
+    if any(found.encode(text, add_special_tokens=False) != processor.encode(text) for text in PROBES):
+        raise InputRefused(
+            f"`{MODEL}` gives other tokens in transformers than in sentencepiece",
+            hint="copy the `tokenizer.json` of the original model into the folder",
+        )
 
 
 # classes whose tokenizer in transformers 4 begins and ends texts as the flags in `tokenizer_config.json` say, whatever

@@ -50,6 +50,7 @@ class TextParser:
     def __post_init__(self) -> None:
         self._held = ""  # text that is no part yet
         self._is_thinking, self._has_thought, self._begun = self.opened, self.opened, False
+        self._may_repeat = self.opened  # the opening of the prompt, as some models do
         self._is_marked = False  # a call came
         self._space = ""  # white space that is shown if more of the same kind follows
         self._shown = dict.fromkeys((CONTENT, REASONING), False)
@@ -75,12 +76,24 @@ class TextParser:
         """The next parts; None if more text is needed."""
         if self._is_thinking:
             assert self.thoughts
+            if self._may_repeat:
+                return self._repeated(self.thoughts.opening.strip(), is_all)
             return self._until((self.thoughts.closing,), REASONING, is_all)
         if not self._begun:
             return self._begin(is_all)
         if self._markers and self.dialect and self._held.startswith(self._markers):
             return self._call(self.dialect, is_all)
         return self._until(self._markers, CONTENT, is_all)
+
+    def _repeated(self, opening: str, is_all: bool) -> list[Part] | None:
+        """Leaves out the opening of the reasoning where the answer repeats that of the prompt."""
+        start = self._held.lstrip()
+        if not is_all and opening.startswith(start) and start != opening:
+            return None
+        self._may_repeat = False
+        if start.startswith(opening):
+            self._held = start.removeprefix(opening)
+        return []
 
     def _begin(self, is_all: bool) -> list[Part] | None:
         """Looks how the answer, or what follows its reasoning, begins."""

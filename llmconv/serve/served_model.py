@@ -365,7 +365,8 @@ class ServedModel:
     def _settings(
         self, request: CompletionRequest, prompt_tokens: int, number: int, plan: AnswerPlan
     ) -> GenerationSettings:
-        wanted, ends = request.sampling, self.model.defaults.eos_token_id
+        wanted = request.sampling
+        ends = self.model.chat_ends if request.is_chat else self.model.defaults.eos_token_id
         stops = (*self.model.defaults.stop_strings, *wanted.stop, *(self._stops if request.is_chat else ()))
         return self.model.defaults.but(
             # nothing is generated for 0

@@ -561,10 +561,14 @@ THOUGHTS = (
 
 
 def detected_thoughts(source: str, texts: Iterable[str]) -> Thoughts | None:
-    """What is around the reasoning of a model with this chat template and these added tokens; None for none."""
+    """What is around the reasoning of a model with this chat template and these added tokens; None for none.
+
+    A template that begins the reasoning may name no end of it, and its marks be no tokens of their own (OLMo 3 Think).
+    """
     known = {*texts}
     for one in THOUGHTS:
-        if one.closing in source or {one.opening.strip(), one.closing} <= known:
+        marks = {one.opening.strip(), one.closing}
+        if marks <= known or any(mark in source for mark in marks):
             return one
     return None
 

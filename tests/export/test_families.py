@@ -9,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import torch
 from click.testing import CliRunner
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llmconv.checkpoint import open_checkpoint
@@ -34,6 +36,8 @@ KINDS = {
     "mixtral": "experts stored one by one under other names",
     "opt": "learned positions with an offset",
 }
+
+ATTENTION = ("sdpa", "eager")
 
 WHOLE = {"gemma4_text"}
 """Families whose layers are all traced."""
@@ -74,6 +78,19 @@ def test_a_type_that_is_not_exported_is_refused_with_the_reason() -> None:
     with pytest.raises(UnsupportedInput, match=r"`jetmoe` are not exported: its code for experts loops") as caught:
         find_input_map("jetmoe")
     assert "docs/families.md" in caught.value.hint
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_transformers_computes_in_two_ways_is_refused(tmp_path: Path) -> None:
+    """Falcon with ALiBi (optimum 2326): eager attention, the reference of `verify`, adds the biases twice."""
+    save_tiny("falcon", tmp_path / "model", 2)
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "alibi": True}))
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation=kind) for kind in ATTENTION]
+    sdpa, eager = (model(torch.arange(3, 10)[None]).logits for model in models)
+    assert not torch.allclose(sdpa, eager, atol=1e-3)  # else it can be exported again
+    with pytest.raises(UnsupportedInput, match="`falcon` with `alibi` are not exported or verified"):
+        export(tmp_path / "model")
 
 
 def test_the_page_and_the_command_list_the_reasons() -> None:

@@ -277,3 +277,22 @@ def test_on_a_terminal_an_error_does_not_end_the_chat(chatting: Path) -> None:
         read_until("5 tokens")
         type_in("/quit\r")
         assert process.wait(60) == 0
+
+
+def test_a_chat_also_ends_at_the_tokenizers_own_end_token(chatting: Path) -> None:
+    """mlx-vlm 2112: a chat model may keep the `generation_config.json` of its base, which names another end."""
+    opened = TextModel.open(chatting)
+    opened.tokenizer.eos_token = "~"
+    own = opened.tokenizer.eos_token_id
+    base = replace(opened, defaults=opened.defaults.but(eos_token_id=frozenset({0})))
+    assert own not in {None, 0, opened.tokenizer.unk_token_id}
+    assert base.chat_ends == {0, own} and base.defaults.eos_token_id == {0}  # a text ends as in transformers
+
+
+def test_a_token_that_the_model_does_not_know_is_refused(chatting: Path) -> None:
+    """A tokenizer that was extended without the model's embeddings: "index out of range in self"."""
+    opened = TextModel.open(chatting)
+    opened.tokenizer.add_tokens([f"<new{at}>" for at in range(600)])
+    for encode in (opened.encode, lambda text: opened.encode_chat([{"role": "user", "content": text}])):
+        with pytest.raises(InputRefused, match="`<new599>` of id .* and the model knows .* tokens"):
+            encode("a <new599> b")

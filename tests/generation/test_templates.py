@@ -242,3 +242,34 @@ def test_a_template_that_writes_nothing_is_refused(
     (tmp_path / "own.jinja").write_text(text)
     with pytest.raises(InputRefused, match="writes nothing of the messages"):
         render_chat(tokenizer, HI, str(tmp_path / "own.jinja"))
+
+
+R1 = (
+    "{%- for message in messages %}{%- if message['role'] == 'user' %}{{ '<U>' + message['content'] }}{%- endif %}"
+    "{%- if message['role'] == 'assistant' and message['content'] is none %}{%- for tool in message['tool_calls'] %}"
+    "{{ '<C>' + tool['function']['name'] + '|' + tool['function']['arguments'] }}{%- endfor %}{%- endif %}"
+    "{%- if message['role'] == 'assistant' and message['content'] is not none %}{{ '<A>' + message['content'] }}"
+    "{%- endif %}{%- if message['role'] == 'tool' %}{{ '<T>' + message['content'] }}{%- endif %}{%- endfor %}"
+    "{% if add_generation_prompt %}{{ '<A>' }}{% endif %}"
+)
+"""As of DeepSeek-R1: calls are those of a message whose content is none (vllm 13125 has it)."""
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_a_template_that_asks_for_none_gets_it(tokenizer: PreTrainedTokenizerFast, content: str | None) -> None:
+    tokenizer.chat_template = R1
+    call = {"id": "a", "type": "function", "function": {"name": "clock", "arguments": {"at": "noon"}}}
+    called = {"role": "assistant", "content": content, "tool_calls": [call]}
+    answered = {"role": "tool", "content": "12", "tool_call_id": "a"}
+    assert render_chat(tokenizer, [*HI, called, answered]) == '<U>Hi<C>clock|{"at": "noon"}<T>12<A>'
+
+
+@pytest.mark.parametrize("content", ["", "  ", "\n"])
+@pytest.mark.parametrize("shown", ["m.content", "m.content | trim"])
+def test_an_answer_that_is_begun_with_nothing_begins_after_its_whole_heading(
+    tokenizer: PreTrainedTokenizerFast, shown: str, content: str
+) -> None:
+    """vllm 9547: the line breaks of the heading were cut with the content."""
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]\n\n{{ " + shown + " }}<end>\n{% endfor %}"
+    begun = [*HI, {"role": "assistant", "content": content}]
+    assert render_chat(tokenizer, begun) == "[user]\n\nHi<end>\n[assistant]\n\n"

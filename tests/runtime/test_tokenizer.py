@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -136,3 +137,29 @@ def test_decoding_gives_the_text_of_transformers(chatting: Path, ids: list[int])
 @pytest.mark.slow
 def test_a_tokenizer_with_its_own_decoding_is_used(chatting: Path, ids: list[int]) -> None:
     assert "SEA" in TokenDecoder(Shouting.from_pretrained(chatting))(ids)
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "split_digits": True},
+    "normalized": {"normalization_rule_name": "nmt_nfkc"},  # transformers 24233, OpenLLaMA
+    "without a prefix": {"normalization_rule_name": "identity", "add_dummy_prefix": False},
+    "unigram": {"model_type": "unigram", "normalization_rule_name": "nmt_nfkc"},
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_tokenizer_model_alone_gives_the_tokens_of_sentencepiece(kind: str, tmp_path: Path) -> None:
+    lines = iter(["the thermal fox x != y, how are you?", "\u00e9t\u00e9 (12,345) 2024", "def main(): print(1)"] * 30)
+    size = {"vocab_size": 330, "hard_vocab_limit": False, "byte_fallback": True, "character_coverage": 1.0}
+    options = {"model_type": "bpe", **size, "minloglevel": 2, **MODELS[kind]}
+    with open(tmp_path / "tokenizer.model", "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=file, **options)
+    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    found = load_tokenizer(tmp_path)
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    texts = ["thermal", "a  b", "x != y, 12345", "\uff21 full \ufb01", "tab\tline\nnew  ", "\u00e9t\u00e9 \u6771"]
+    texts += [] if kind == "llama" else ["  two spaces first"]  # transformers adds no prefix before a space
+    for text in texts:
+        assert found.encode(text, add_special_tokens=False) == reference.encode(text), text
+        assert found.decode(reference.encode(text)) == reference.decode(reference.encode(text))

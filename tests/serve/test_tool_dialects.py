@@ -246,6 +246,7 @@ def test_calls_of_other_dialects_that_are_invalid_stay_text(dialect: str, text: 
 
 def test_reasoning_that_the_prompt_began() -> None:
     assert parsed(parser("hermes", opened=True), "Hm.\n</think>\n\nYes.\n", 2)[:2] == ("Yes.\n", "Hm.")
+    assert parsed(parser("hermes", opened=True), "<think>\nHm.\n</think>\n\nYes.\n", 2)[:2] == ("Yes.\n", "Hm.")
     assert parsed(parser("hermes", opened=True), "Hm. I never end", 2)[:2] == ("", "Hm. I never end")
     assert parsed(TextParser(THOUGHTS[1]), "[THINK]a[/THINK]b", 2)[:2] == ("b", "a")
     assert parsed(TextParser(THOUGHTS[0]), "a <think> b </think>\n", 2)[:2] == ("a <think> b </think>\n", "")
@@ -278,5 +279,6 @@ def test_a_dialect_is_told_by_the_chat_template(source: str, name: str) -> None:
 
 def test_reasoning_is_told_by_template_or_tokens() -> None:
     assert detected_thoughts("x </think>", []) == THOUGHTS[0]
+    assert detected_thoughts("<|im_start|>assistant\n<think>", []) == THOUGHTS[0]  # OLMo 3 Think, vllm 13125
     assert detected_thoughts("", ["[THINK]", "[/THINK]"]) == THOUGHTS[1]
     assert detected_thoughts("", ["<think>"]) is None
