@@ -33,6 +33,8 @@ from llmconv.export.quantization.quantized_tensor import (
     widened,
 )
 from llmconv.quantized_weights.methods.awq import pack_outputs
+from llmconv.quantized_weights.methods.mxfp4 import BLOCKS
+from llmconv.quantized_weights.methods.mxfp4 import SCALES as EXPONENTS
 from llmconv.quantized_weights.packed_weight import float8, pack
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, as_bytes, in_memory
 
@@ -314,6 +316,28 @@ class MxFloat4(Float4):
         bits = largest.view(np.uint32).astype(np.int64)
         found: Array = np.maximum((bits + (1 << 21) >> 23) - 2, 0)
         return found.astype(np.uint8)
+
+
+def stacked_floats(name: str, stack: LazyTensor) -> Parts:
+    """MXFP4 of a stack of matrices [experts, K, N] as gpt-oss is released; codes and exponents are those of `MxFloat4`.
+
+    `_blocks` uint8 [experts, N, K/32, 16], `_scales` uint8 [experts, N, K/32]; one expert at a time is in memory.
+    """
+    experts, columns, rows = stack.shape
+
+    def part(end: str, shape: tuple[int, ...]) -> LazyTensor:
+        def read(start: int, stop: int) -> Array:
+            found = np.empty((stop - start, *shape), np.uint8)
+            for at in range(start, stop):
+                matrix = np.ascontiguousarray(stack.rows(at, at + 1)[0].T)
+                parts = MxFloat4(name, in_memory(matrix, stack.dtype)).parts()
+                found[at - start] = parts[end].read().reshape(shape)
+            return found
+
+        return LazyTensor(UINT8, (experts, *shape), read)
+
+    groups = columns // 32
+    return {BLOCKS: part(PACKED, (rows, groups, 16)), EXPONENTS: part(SCALE, (rows, groups))}
 
 
 @dataclass(frozen=True)

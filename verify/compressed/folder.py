@@ -25,11 +25,13 @@ from llmconv.compressed.rounding import SharedPeak
 from llmconv.compressed.schemes import (
     BASE_FORMATS,
     HEAD,
+    RELEASED,
     SCHEMES,
     IntegerOptions,
     Scheme,
     Weight,
     kept_modules,
+    released,
     scheme_of,
 )
 from llmconv.compressed.selection import LAYER, is_matrix, one_by_one, peak_of
@@ -68,7 +70,7 @@ def is_compressed(folder: Path) -> bool:
     """Whether the weights of a folder are those of compressed-tensors or of `quantize`."""
     field = read_json(folder / "config.json").get(FIELD)
     method = field.get("quant_method") if isinstance(field, Mapping) else None
-    return method == "compressed-tensors" or (method in BASE_FORMATS and bool(_recorded(folder)))
+    return method == "compressed-tensors" or (method in (*BASE_FORMATS, RELEASED) and bool(_recorded(folder)))
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,10 @@ class CompressedFolder:
 
     def _settings(self, settings: Mapping[str, Any]) -> Iterator[str]:
         """What is odd about the `quantization_config`, and the modules that it says are kept."""
+        if self.scheme.format == RELEASED:
+            if json.dumps(settings, sort_keys=True) != json.dumps(self.scheme.settings(()), sort_keys=True):
+                yield f"`{FIELD}` is not that of gpt-oss as it is released"
+            return
         ignore = kept_modules(settings)
         names = ignore is not None and all(isinstance(name, str) for name in ignore)
         expected = self.scheme.settings(ignore if ignore and names else ())
@@ -175,7 +181,8 @@ class CompressedFolder:
         """Tensors that the scheme does not make of the model, or makes with another dtype or shape."""
         expected: dict[str, LazyTensor] = {}
         for name, tensor in self.reference.items():
-            is_coded = name in self.stored.weights
+            coded = self.stored.weights.get(name)
+            is_coded = coded is not None and len(coded.shape) == len(tensor.shape)
             weight = Weight(name, tensor, SharedPeak([(name, tensor)]))
             expected |= self.scheme.parts(weight) if is_coded else {name: tensor}
         stored = self.stored.stored
@@ -353,6 +360,8 @@ def _scheme(folder: Path, settings: Mapping[str, Any], recorded: object) -> Sche
     AutoAWQ's says nothing of zero points, so that of the `recorded` name comes first.
     """
     form = settings.get("quant_method")
+    if form == RELEASED:
+        return released(SCHEMES["mxfp4a16" if recorded == "mxfp4a16" else "mxfp4"])
     groups = settings.get("config_groups")
     group = groups.get("group_0") if isinstance(groups, Mapping) else None
     fields = group.get("weights") if isinstance(group, Mapping) else None
