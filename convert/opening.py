@@ -12,13 +12,13 @@ from typing import Any
 
 from llmconv.causal_lm import architecture, require_model_type
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, is_model_folder, open_checkpoint
-from llmconv.convert.assembly import side_files_of
+from llmconv.convert.assembly import dropped_outside, map_names, side_files_of
 from llmconv.convert.deltas import is_recorded_delta
 from llmconv.convert.formats import Format, adapter_format, by_name, detect, formats
 from llmconv.convert.models.code_model import with_code
 from llmconv.convert.models.completeness import check_complete, check_folder, why_incomplete
 from llmconv.convert.models.config_file import CODE_FIELDS, OPTION, merged_configs, own_fields, trusted_code
-from llmconv.convert.models.transformers_source import auto_classes, causal_lm_classes
+from llmconv.convert.models.transformers_source import auto_classes, causal_lm_classes, model_names
 from llmconv.convert.state_dicts.files import weight_files
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.packing import unpacked
@@ -144,7 +144,7 @@ def open_again(
     Raises UsageProblem for `options` of training formats, UnsupportedInput for quantized weights, MalformedInput for a
     damaged folder or another model's config.
     """
-    refuse_options(options, (OPTION,), "a Hugging Face folder")
+    refuse_options(options, (OPTION, "drop"), "a Hugging Face folder")
     opened = open_checkpoint(folder)
     if opened.config.get("quantization_config"):
         raise UnsupportedInput(
@@ -156,6 +156,8 @@ def open_again(
     own = own_fields(opened.config, {**merged_configs(config), **options}, name)
     code = [field for field in CODE_FIELDS if settings.pop(field, None)]
     warnings = [DROPPED_CODE.format(listing(code))] if code and not own else []
+    if options.get("drop"):
+        opened = _without_others(opened, settings, name)
     settings |= {AUTO_MAP: own[AUTO_MAP]} if own else {}
     side_files = side_files_of(folder, tokenizer)
     result = replace(opened, config=settings, side_files=side_files)
@@ -171,6 +173,19 @@ def open_again(
             ) from why
         raise
     return replace(result, warnings=tuple(warnings))
+
+
+def _without_others(opened: Checkpoint, config: Mapping[str, Any], name: str) -> Checkpoint:
+    """A language model without tensors outside of it, such as TRL's value head; UsageProblem: it is another class."""
+    kind = str(config.get("model_type"))
+    if architecture(config) not in ("", causal_lm_classes().get(kind)):
+        raise UsageProblem(
+            f"`--drop` leaves out what is not of a language model, and `{name}` is a {architecture(config)[:80]}",
+            hint="leave it out",
+        )
+    _, others, _ = map_names([*opened.tensors], model_names(kind), name)
+    kept = {key: tensor for key, tensor in opened.tensors.items() if key not in others}
+    return replace(opened, tensors=kept, dropped=(*opened.dropped, *dropped_outside(others, name, drop=True)))
 
 
 def refuse_options(given: Iterable[str], known: Iterable[str], what: str) -> None:
@@ -234,8 +249,9 @@ def _explain_nested(folder: Path) -> LlmconvError | None:
     from llmconv.convert.state_dicts.distributed import is_folder  # noqa: PLC0415 - only for a refusal
 
     with suppress(PermissionError):
-        below = [entry for depth in ("*", "*/*") for entry in sorted(folder.glob(depth))[:NESTED]]
-        found = [entry for entry in below if is_folder(entry) and not training_file_kind(f"{entry.name}.pt")]
+        below = [entry for depth in ("*", "*/*", "*/*/*", "*/*/*/*") for entry in sorted(folder.glob(depth))[:NESTED]]
+        kinds = (training_file_kind(f"{entry.name}.pt") for entry in below)  # an optimizer's folder is no model
+        found = [entry for entry, kind in zip(below, kinds, strict=True) if not kind and is_folder(entry)]
         if found:
             inner = found[0].relative_to(folder).as_posix()
             return InputRefused(
