@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    LlamaPreTrainedModel,
+)
 
 from llmconv.convert import merge_lora, to_hf
 from llmconv.convert.opening import open_training
@@ -78,10 +86,46 @@ def test_a_training_checkpoint_is_no_adapter(tmp_path: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     model.save_pretrained(tmp_path / "base")
     (tmp_path / "step_5/policy/weights/model").mkdir(parents=True)
-    torch.distributed.checkpoint.save(
-        model.state_dict(), checkpoint_id=tmp_path / "step_5/policy/weights/model", no_dist=True
-    )
+    save: Any = torch.distributed.checkpoint.save  # type: ignore[attr-defined]
+    save(model.state_dict(), checkpoint_id=tmp_path / "step_5/policy/weights/model", no_dist=True)
     with pytest.raises(InputRefused, match=r"is a training checkpoint \(`dcp`\), not an adapter"):
         merge_lora(tmp_path / "base", [tmp_path / "step_5/policy/weights/model"], tmp_path / "out")
     with pytest.raises(InputRefused, match="`policy/weights/model` in it is a distributed one"):
         open_training(tmp_path / "step_5")
+
+
+def reward_model(head: str, config: LlamaConfig) -> Any:
+    """OpenRLHF's class, whose name `save_pretrained` writes into `architectures`."""
+
+    class RewardModel(LlamaPreTrainedModel):  # type: ignore[misc]
+        def __init__(self, config: LlamaConfig) -> None:
+            super().__init__(config)
+            self.model = LlamaModel(config)
+            setattr(self, head, torch.nn.Linear(config.hidden_size, 1, bias=False))
+            self.post_init()
+
+    return RewardModel(config)
+
+
+@pytest.mark.parametrize("head", ["score", "value_head", "own_head"])
+def test_a_reward_model_of_openrlhf_becomes_the_classifier_that_computes_the_same(head: str, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    config = LlamaConfig(**SIZES, pad_token_id=0, value_head_prefix=head, normalize_reward=True, mean=0.5, std=2.0)
+    model = reward_model(head, config)
+    model.save_pretrained(tmp_path / "reward")
+    made = to_hf(tmp_path / "reward", tmp_path / "out")
+    assert "is written as the LlamaForSequenceClassification" in made.checkpoint.warnings[0]
+    assert "`mean` and `std`" in made.checkpoint.warnings[1]
+    classifier, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert classifier.config.num_labels == 1 and not any(info.values())
+    ids = torch.tensor([[3, 4, 5, 6], [7, 8, 0, 0]])
+    mask = (ids != 0).long()
+    hidden = model.model(ids, attention_mask=mask).last_hidden_state
+    wanted = getattr(model, head)(hidden)[torch.arange(2), mask.sum(-1) - 1]
+    assert torch.equal(classifier(ids, attention_mask=mask).logits, wanted)
+
+
+def test_a_reward_model_without_a_classifier_is_refused(tmp_path: Path) -> None:
+    reward_model("other", LlamaConfig(**SIZES)).save_pretrained(tmp_path / "reward")
+    with pytest.raises(UnsupportedInput, match="reward model of OpenRLHF"):
+        to_hf(tmp_path / "reward", tmp_path / "out")
