@@ -345,9 +345,9 @@ class Measured:
     """What a text tells of a matrix [N, K] (`calibrated.py`); nothing without one."""
 
     importance: Array = field(default_factory=lambda: NONE)  # of its columns, float32 [K]; empty if all count alike
-    factors: Array = field(
-        default_factory=lambda: NONE
-    )  # powers of two [K] that its columns are multiplied with first; empty for none
+    # powers of two that are multiplied with its columns [K] and its rows [N, 1] first; empty for none
+    factors: Array = field(default_factory=lambda: NONE)
+    outputs: Array = field(default_factory=lambda: NONE)
     rounded: RoundedCodes | None = None  # codes with error feedback, which are taken as they are
 
 
@@ -360,8 +360,10 @@ def integers(name: str, weight: LazyTensor, form: BlockFormat, measured: Measure
         made = measured.rounded.tensors(name)
     else:
         importance, given = measured.importance, weight
+        if measured.outputs.size:
+            given = multiplied(given, measured.outputs)
         if measured.factors.size:
-            given = multiplied(weight, measured.factors)
+            given = multiplied(given, measured.factors)
             importance = importance / measured.factors**2 if importance.size else NONE
         made = QuantizedTensor(name, given, form, scale_dtype=weight.dtype, importance=importance).tensors()
     return {end: made[name + end] for end in (CODES, ZEROS, SCALES) if name + end in made}

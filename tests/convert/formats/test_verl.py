@@ -505,7 +505,7 @@ def test_the_classes_of_old_torch_are_found_by_name(old_torch: Callable[..., Non
 
 # attributes of meshes that torch pickles besides the ranks, with what they hold there
 IN_2_4: dict[str, Any] = {"_flatten_mesh_list": (0, 1), "_parent_mesh": None, "_thread_id": 7, "_hash": 5}
-IN_2_4 |= {"_dim_group_infos": [("ptd:1", [0, 1], "2")]}
+IN_2_4 |= {"_dim_group_infos": [("tag", [0, 1], "2")]}
 IN_2_8 = {"_flatten_mesh_list": (0, 1), "_thread_id": None, "_dim_group_names": ["2"], "_hash": None}
 
 
