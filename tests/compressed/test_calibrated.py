@@ -218,10 +218,12 @@ def test_what_a_text_cannot_run_through_is_refused(model: Path, text: Path, tmp_
 @pytest.mark.slow
 def test_a_model_whose_norms_take_no_factors_has_some_in_its_gated_units(text: Path, tmp_path: Path) -> None:
     gemma = save(tmp_path / "gemma", Gemma2Config(**SMALL, query_pre_attn_scalar=32), torch.float32)
+    up = "model.layers.0.mlp.up_proj.weight"
+    louder = np.where(np.arange(SMALL["intermediate_size"]) % 9, 1, 30)[:, None]
+    change_tensor(gemma / "model.safetensors", up, lambda rows: rows * louder)
     quantize(gemma, tmp_path / "out", scheme="w4a16", quant_block=32, calibrate=text, method="awq")
     found, plain = codes_of(tmp_path / "out"), load_file(gemma / "model.safetensors")
-    scales = np.abs(found["model.layers.0.mlp.up_proj.weight"][1]).max(axis=1)
-    peaks = np.abs(plain["model.layers.0.mlp.up_proj.weight"]).max(axis=1) / 8
+    scales, peaks = np.abs(found[up][1]).max(axis=1), np.abs(plain[up]).max(axis=1) / 8
     assert {*np.rint(np.log2(peaks / scales)).astype(int)} > {0}
     report = verify(tmp_path / "out", reference=gemma)
     assert report.exit_code == 0, report.lines()
