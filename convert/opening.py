@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.causal_lm import architecture, require_model_type
-from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, is_model_folder, open_checkpoint
-from llmconv.convert.assembly import side_files_of
+from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, is_model_folder, open_checkpoint, read_json
+from llmconv.convert.assembly import dropped_outside, map_names, side_files_of
 from llmconv.convert.deltas import is_recorded_delta
 from llmconv.convert.formats import Format, adapter_format, by_name, detect, formats
 from llmconv.convert.models.code_model import with_code
 from llmconv.convert.models.completeness import check_complete, check_folder, why_incomplete
 from llmconv.convert.models.config_file import CODE_FIELDS, OPTION, merged_configs, own_fields, trusted_code
-from llmconv.convert.models.transformers_source import auto_classes, causal_lm_classes
+from llmconv.convert.models.transformers_source import auto_classes, causal_lm_classes, model_names
 from llmconv.convert.state_dicts.files import weight_files
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.packing import unpacked
@@ -60,7 +60,7 @@ def open_training(
         given = {name: value for name, value in (options or {}).items() if value}
         if found is None and not is_model_folder(inside) and trusted_code(given):
             found = _plain_tensors(inside)
-        if found is None and rewrite and is_model_folder(inside):
+        if found is None and is_model_folder(inside) and (rewrite or _is_reward_model(read_json(inside / CONFIG))):
             return open_again(inside, path.name, config, tokenizer, searching_next_to(given, path, config))
         if found is None:
             raise explain(inside)
@@ -133,6 +133,7 @@ def open_format(
     return replace(opened, warnings=(*opened.warnings, *notes))
 
 
+CONFIG = "config.json"
 DROPPED_CODE = "dropped {} from the configuration: no code comes from a checkpoint, except with `--trust-remote-code`"
 
 
@@ -144,7 +145,7 @@ def open_again(
     Raises UsageProblem for `options` of training formats, UnsupportedInput for quantized weights, MalformedInput for a
     damaged folder or another model's config.
     """
-    refuse_options(options, (OPTION,), "a Hugging Face folder")
+    refuse_options(options, (OPTION, "drop"), "a Hugging Face folder")
     opened = open_checkpoint(folder)
     if opened.config.get("quantization_config"):
         raise UnsupportedInput(
@@ -153,16 +154,21 @@ def open_again(
         )
     settings = {**opened.config, **merged_configs(config)}
     require_model_type(settings, name)
+    notes: list[str] = []
+    if _is_reward_model(settings):
+        opened, settings, notes = _as_classifier(opened, settings, name)
     own = own_fields(opened.config, {**merged_configs(config), **options}, name)
     code = [field for field in CODE_FIELDS if settings.pop(field, None)]
     warnings = [DROPPED_CODE.format(listing(code))] if code and not own else []
+    if options.get("drop"):
+        opened = _without_others(opened, settings, name)
     settings |= {AUTO_MAP: own[AUTO_MAP]} if own else {}
     side_files = side_files_of(folder, tokenizer)
     result = replace(opened, config=settings, side_files=side_files)
     if (trusted := trusted_code(options)) and has_code(settings, side_files):
         return with_code(result, trusted, name)
     try:
-        warnings += check_folder(result.tensors, result.config, result.path.name)
+        warnings += notes + check_folder(result.tensors, result.config, result.path.name)
     except MalformedInput as why:
         if config and not why_incomplete(opened.tensors, opened.config, opened.path.name):
             raise MalformedInput(
@@ -171,6 +177,51 @@ def open_again(
             ) from why
         raise
     return replace(result, warnings=tuple(warnings))
+
+
+REWARD = "RewardModel"
+"""The class of OpenRLHF's reward models (`models/model.py`): a decoder, and a Linear [1, hidden] without a bias.
+
+The Linear has the name of `--value_head_prefix`, `score` by default, `value_head` before 0.4.
+"""
+HEADS = ("score.weight", "value_head.weight", "reward_head.weight")
+
+
+def _is_reward_model(config: Mapping[str, Any]) -> bool:
+    return architecture(config) == REWARD
+
+
+def _as_classifier(
+    opened: Checkpoint, config: Mapping[str, Any], name: str
+) -> tuple[Checkpoint, dict[str, Any], list[str]]:
+    """A reward model as the classifier of one label that computes the same; UnsupportedInput: there is none."""
+    kind = str(config.get("model_type"))
+    classifier = auto_classes("SEQUENCE_CLASSIFICATION").get(kind)
+    heads = [key for key in (f"{config.get('value_head_prefix')}.weight", *HEADS) if key in opened.tensors]
+    if classifier is None or not heads or len(opened.tensors[heads[0]].shape) != 2:
+        raise UnsupportedInput(
+            f"`{name}` is a reward model of OpenRLHF (`{REWARD}`), and no classifier of transformers is the same",
+            hint="give a `--config` with the class in `architectures`",
+        )
+    tensors = {HEADS[0] if key == heads[0] else key: tensor for key, tensor in opened.tensors.items()}
+    notes = [f"OpenRLHF's `{REWARD}` is written as the {classifier} that computes the same, with one label"]
+    if config.get("normalize_reward"):
+        notes.append("rewards are not normalized: `mean` and `std` of the configuration are left to the caller")
+    labels = {"architectures": [classifier], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return replace(opened, tensors=tensors), {**config, **labels}, notes
+
+
+def _without_others(opened: Checkpoint, config: Mapping[str, Any], name: str) -> Checkpoint:
+    """A language model without tensors outside of it, such as TRL's value head; UsageProblem: it is another class."""
+    kind = str(config.get("model_type"))
+    if architecture(config) not in ("", causal_lm_classes().get(kind)):
+        raise UsageProblem(
+            f"`--drop` leaves out what is not of a language model, and `{name}` is a {architecture(config)[:80]}",
+            hint="leave it out",
+        )
+    _, others, _ = map_names([*opened.tensors], model_names(kind), name)
+    kept = {key: tensor for key, tensor in opened.tensors.items() if key not in others}
+    return replace(opened, tensors=kept, dropped=(*opened.dropped, *dropped_outside(others, name, drop=True)))
 
 
 def refuse_options(given: Iterable[str], known: Iterable[str], what: str) -> None:
@@ -234,8 +285,9 @@ def _explain_nested(folder: Path) -> LlmconvError | None:
     from llmconv.convert.state_dicts.distributed import is_folder  # noqa: PLC0415 - only for a refusal
 
     with suppress(PermissionError):
-        below = [entry for depth in ("*", "*/*") for entry in sorted(folder.glob(depth))[:NESTED]]
-        found = [entry for entry in below if is_folder(entry) and not training_file_kind(f"{entry.name}.pt")]
+        below = [entry for depth in ("*", "*/*", "*/*/*", "*/*/*/*") for entry in sorted(folder.glob(depth))[:NESTED]]
+        kinds = (training_file_kind(f"{entry.name}.pt") for entry in below)  # an optimizer's folder is no model
+        found = [entry for entry, kind in zip(below, kinds, strict=True) if not kind and is_folder(entry)]
         if found:
             inner = found[0].relative_to(folder).as_posix()
             return InputRefused(

@@ -38,8 +38,9 @@ ADAPTER_SUFFIXES = (".safetensors", *SUFFIXES_OF_TORCH)  # suffixes of files of 
 OWN = re.compile(r"(?:adapter_model|README)\..*")  # PEFT's file in its two forms, of which it reads one
 # The weights of a model in whose folder an adapter lies
 WHOLE_MODEL = re.compile(r"(?:pytorch_)?model(?:-\d+-of-\d+)?\.(?:safetensors|bin)")
+PLAIN = ("safetensors", "torch")  # formats of any file of tensors
 VALUE_HEAD = re.compile(r"(?:value|v)_head\..*")
-"""What reinforcement learning trains on top of a language model, which has no place for it."""
+"""What reinforcement learning trains on top of a language model, which has no place for it; a file or its tensors."""
 
 
 def open_adapters(
@@ -81,12 +82,18 @@ def _open(adapter: str | Path, base: Checkpoint, alpha: float | None) -> Adapter
             return kind.open(path, base, alpha)
         folder = path if path.is_dir() else path.parent
         homes = [home for home in (folder, folder.parent) if (home / CONFIG).is_file()]
-        alone = not homes or any((folder / name).is_file() for name in WEIGHTS)
+        alone = homes and any((folder / name).is_file() for name in WEIGHTS)
         if not alone and (whole := _training_format(path)):  # the adapter and its base together, which `to-hf` merges
-            raise InputRefused(
-                f"`{path}` is of the format `{whole.name}`, with the adapter and the model that it was trained on",
-                hint=f"merge the two: `llmconv to-hf {path} --config {base.path / 'config.json'} -o OUT`",
-            )
+            if homes:
+                raise InputRefused(
+                    f"`{path}` is of the format `{whole.name}`, with the adapter and the model that it was trained on",
+                    hint=f"merge the two: `llmconv to-hf {path} --config {base.path / 'config.json'} -o OUT`",
+                )
+            if whole.name not in PLAIN:
+                raise InputRefused(
+                    f"`{path}` is a training checkpoint (`{whole.name}`), not an adapter",
+                    hint=f"convert it: `llmconv to-hf {path} -o OUT`, which merges its adapter, if it has one",
+                )
         opened = open_tuned(path, alpha) if is_tuned(path) else open_adapter(path, alpha)
         return _with_all_weights(opened) if path.is_dir() else opened
 
@@ -103,7 +110,7 @@ def _with_all_weights(adapter: Adapter) -> Adapter:
     if is_model_folder(adapter.path):
         names = [name for name in names if not WHOLE_MODEL.fullmatch(name)]
     names = [name for name in names if not _repeats(adapter.path / name, adapter.weights[0])]
-    heads = [name for name in names if VALUE_HEAD.fullmatch(name)]
+    heads = [name for name in names if VALUE_HEAD.fullmatch(name) or _is_value_head(adapter.path / name)]
     if rest := [name for name in names if name not in heads]:
         raise UnsupportedInput(
             f"the folder of the adapter `{adapter.name}` contains other weights, which no merge would add: "
@@ -115,6 +122,15 @@ def _with_all_weights(adapter: Adapter) -> Adapter:
         return adapter
     note = f"{listing(heads)} is left out: a language model has no value head"
     return replace(adapter, config=replace(adapter.config, warnings=(*adapter.config.warnings, note)))
+
+
+def _is_value_head(file: Path) -> bool:
+    """Whether a file has nothing but a value head, as the `pytorch_model.bin` that TRL saves next to an adapter."""
+    try:
+        found = read_tensors(file)
+    except LlmconvError:
+        return False
+    return bool(found) and all(VALUE_HEAD.fullmatch(name) for name in found)
 
 
 def _repeats(file: Path, weights: Path) -> bool:

@@ -54,9 +54,9 @@ class PeftRun:
         plain_names = (name.removeprefix(PREFIX) for name in self.adapter)
         return {name.partition(".lora_")[0] for name in plain_names if ".lora_" in name}
 
-    def opened(self) -> Adapter:
-        """UnsupportedInput if it cannot be merged."""
-        return to_adapter(self.path, (self.path,), parse_config(self.config), self.adapter)
+    def opened(self, alpha: float | None = None) -> Adapter:
+        """UnsupportedInput if it cannot be merged; `alpha`: where the config has none."""
+        return to_adapter(self.path, (self.path,), parse_config(self.config, alpha), self.adapter)
 
 
 def find_adapter(stored: Mapping[str, Any], tensors: Mapping[str, LazyTensor], path: Path) -> PeftRun:

@@ -90,7 +90,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     options: dict[str, Any] = {"base": base, "drop": drop or None, "qkv_layout": qkv_layout, "adapter": adapter}
     options |= {"root": root, "strategy": strategy, "quant": quant}
     chosen = {**options, **({OPTION: own_code} if own_code else {})}
-    changes = dtype != "keep" or max_shard_size is not None or bool(configs or words or code)
+    changes = dtype != "keep" or max_shard_size is not None or bool(configs or words or code or drop)
     checkpoint = settled(open_training(source, format, configs, words, chosen, rewrite=changes))
     warn_all(checkpoint.warnings)
     # a configuration that is kept as it is needs no new `torch_dtype`

@@ -80,7 +80,8 @@ class NewFolder:
         for name, tensor in self.checkpoint.items():
             made = {name: tensor}
             if weight := weights.get(name):
-                made = weight.stored(name, tensor, importance.get(name, NONE), smoothing.matrices.get(name, NONE))
+                factors = [each.get(name, NONE) for each in (importance, smoothing.matrices, smoothing.outputs)]
+                made = weight.stored(name, tensor, *factors)
                 parts |= dict.fromkeys(made, parts.get(name, 0))
                 codes |= made
             elif name in smoothing.norms:

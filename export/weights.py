@@ -401,6 +401,10 @@ class Quantized(Protocol):
         """Replaces the products of a graph."""
 
 
+VALUE_HEADS = ("v_head.", "value_head.", "score.")
+"""What reinforcement learning trains on top of a language model."""
+
+
 def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dict[str, WeightSource]:
     """The stored tensors that each weight of the graph consists of, by parameter name (tied parameters share one).
 
@@ -428,9 +432,11 @@ def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dic
     left = [name for name in own if not ignored.search(name) and name not in used and not name.endswith(BUFFERS)]
     if left:
         listed = ", ".join(f"`{name}`" for name in left[:5])
+        heads = all(name.startswith(VALUE_HEADS) for name in left)
+        drop = "`llmconv to-hf MODEL --drop -o OUT` writes the language model without its value head"
         raise InputRefused(
             f"{len(left)} unexpected keys: {listed}",
-            hint="`config.json` describes another model, or another number of layers",
+            hint=drop if heads else "`config.json` describes another model, or another number of layers",
         )
     return matches
 

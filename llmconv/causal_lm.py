@@ -88,7 +88,9 @@ def require_causal(config: Mapping[str, Any], source: str | Path) -> None:
         task = next((task for task, fits in OTHER_TASKS.items() if any(map(fits, names))), "")
         raise UnsupportedInput(
             f"`{source}` is not a causal language model{shown}",
-            hint=f"for a decoder `llmconv export MODEL --task {task}`; `optimum-cli export onnx` exports encoders"
+            hint="`llmconv to-hf MODEL -o OUT` makes a classifier of OpenRLHF's reward model, for `--task classify`"
+            if "RewardModel" in names
+            else f"for a decoder `llmconv export MODEL --task {task}`; `optimum-cli export onnx` exports encoders"
             if task
             else "give a model with a language-modeling head, such as LlamaForCausalLM; `optimum-cli export onnx` "
             "exports encoders",

@@ -15,9 +15,13 @@ from llmconv.convert.state_dicts import files as state_files
 from llmconv.errors import InputRefused
 from llmconv.files.torch_reader import is_torch_file
 
+OF_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+
 
 def _detect(path: Path) -> bool:
     if path.is_dir():
+        if any((path / name).is_file() for name in OF_ADAPTERS):  # PEFT's folder, next to a value head or a copy
+            return False
         return state_files.is_bin_folder(path) and not any(_of_others(one) for one in state_files.model_files(path)[:1])
     if state_files.RANK_FILE.fullmatch(path.name):
         return False

@@ -1,10 +1,12 @@
 """Factors that minimize the error of 4-bit blocks on a text: activation-aware weight quantization (`--method awq`).
 
-Columns that are multiplied with large activations are scaled up before they are rounded, and the norm before them is
-divided by the same factors: `s = mean|x| ** alpha / sqrt(max * min)` of these powers (AWQ, Lin et al.,
-arXiv:2306.00978, equation 4), rounded to powers of two, so that the model stays the same function. Of a grid of alphas,
-each group takes the one with the least error of its products on the text, `tr(D H D^T)` with `H = X^T X` and the
-rounding errors `D`.
+Columns that are multiplied with large activations are scaled up before they are rounded, and the norm before them (of
+a gated unit the outputs of its other matrix) is divided by the same factors: `s = mean|x| ** alpha / sqrt(max * min)`
+of these powers (AWQ, Lin et al., arXiv:2306.00978, equation 4), rounded to powers of two, so that the model stays the
+same function. Of a grid of alphas, each group takes the one with the least error of its products on the text,
+`tr(D H D^T)` with `H = X^T X` and the rounding errors `D`.
+
+Values and the output of attention have no factors: with grouped heads they gain 0.7 % (SmolLM2-135M, groups of 128).
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ def measure_activation_aware(
 
     InputRefused if activations are not finite.
     """
-    every = smoothing_groups(graphs, coded(quantized, BlockFormat))
+    every = smoothing_groups(graphs, coded(quantized, BlockFormat), gated=True)
     groups = [group for group in every if any(quantized[name].is_searched for name, _ in group.matrices)]
     if not groups:
         warn("AWQ does not fit this model (no norm can be divided): its codes are those of `--calibrate` alone")

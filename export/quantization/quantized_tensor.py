@@ -227,11 +227,14 @@ def widened(rows: Array, name: str | None = None) -> Array:
 
 
 FLOAT32 = BY_NAME["float32"]
-SMOOTHING = ".smoothing"  # suffix of the names of factors
+SMOOTHING, OUTPUTS = ".smoothing", ".smoothing_outputs"  # suffixes of the names of factors
 
 
 def multiplied(weight: LazyTensor, factors: Array) -> LazyTensor:
-    """A matrix in float32, multiplied block by block of its rows: [N, K] with factors [K], or [K, N] with [K, 1]."""
+    """A matrix in float32, multiplied block by block of its rows: [N, K] with factors [K], or [K, N] with [K, 1].
+
+    Outputs are multiplied with [N, 1], or with [N] of a matrix [K, N].
+    """
 
     def rows(start: int, stop: int) -> Array:
         mine = factors[start:stop] if factors.ndim > 1 else factors
@@ -240,8 +243,8 @@ def multiplied(weight: LazyTensor, factors: Array) -> LazyTensor:
     return LazyTensor(FLOAT32, weight.shape, rows)
 
 
-def stored_factors(name: str, factors: Array) -> dict[str, LazyTensor]:
-    return {name + SMOOTHING: in_memory(factors, FLOAT32)}
+def stored_factors(name: str, factors: Array, end: str = SMOOTHING) -> dict[str, LazyTensor]:
+    return {name + end: in_memory(factors, FLOAT32)}
 
 
 INT8 = BY_NAME["int8"]

@@ -22,6 +22,7 @@ from llmconv.export.quantization.quantized_tensor import (
     CODES,
     OFFSETS,
     ORDER,
+    OUTPUTS,
     SCALES,
     SMOOTHING,
     ZEROS,
@@ -122,14 +123,18 @@ class QuantizedWeight:
         return self.kept is not None and self.kept.order is not None
 
     def stored(
-        self, name: str, tensor: LazyTensor, importance: Array = NONE, factors: Array = NONE
+        self, name: str, tensor: LazyTensor, importance: Array = NONE, factors: Array = NONE, outputs: Array = NONE
     ) -> dict[str, LazyTensor]:
         """Codes, zero points and scales of a tensor, by name.
 
-        An empty `importance` means that all columns count alike; `factors` multiply the columns first, none if empty.
+        An empty `importance` means that all columns count alike; `factors` multiply the columns first, `outputs` the
+        outputs, none if empty.
         """
         if self.rounded:
             return self.rounded.tensors(name)
+        if outputs.size:
+            rest = self.stored(name, multiplied(tensor, outputs), importance, factors)
+            return {**rest, **stored_factors(name, outputs, OUTPUTS)}
         if factors.size:
             smaller = importance / factors.ravel() ** 2 if importance.size else NONE  # of what is divided by factors
             return {**self.stored(name, multiplied(tensor, factors), smaller), **stored_factors(name, factors)}

@@ -34,15 +34,19 @@ class Smoothing:
     # multiply matrices before they are rounded: [K], or [K, 1] for one that is stored as [K, N]
     matrices: Mapping[str, Array] = field(default_factory=dict)
     norms: Mapping[str, Array] = field(default_factory=dict)  # divide norms: [K]
+    # multiply outputs of matrices, by the reciprocals: [N, 1], or [N] for one that is stored as [K, N]
+    outputs: Mapping[str, Array] = field(default_factory=dict)
 
     @classmethod
     def of(cls, found: Iterable[tuple[SmoothingGroup, Array]]) -> Smoothing:
         matrices: dict[str, Array] = {}
         norms: dict[str, Array] = {}
+        outputs: dict[str, Array] = {}
         for group, factors in found:
             matrices |= {name: factors[:, None] if turned else factors for name, turned in group.matrices}
             norms |= dict.fromkeys(group.norms, factors)
-        return cls(matrices, norms)
+            outputs |= {name: 1 / (factors if turned else factors[:, None]) for name, turned in group.outputs}
+        return cls(matrices, norms, outputs)
 
     def norm(self, name: str, tensor: LazyTensor) -> dict[str, LazyTensor]:
         """The quotient of a vector and its factors in float32, and the factors, by name."""
@@ -120,23 +124,25 @@ Graphs = Sequence[tuple[TracedGraph, Mapping[str, WeightSource]]]
 
 @dataclass(frozen=True)
 class SmoothingGroup:
-    """A norm, and all matrices that its result is multiplied with."""
+    """A norm, and all matrices that its result is multiplied with; or instead of a norm the matrix of a gated unit."""
 
     norms: tuple[str, ...]  # names of the stored vectors [K] of the norm: its weight, and its bias if it has one
     matrices: tuple[tuple[str, bool], ...]  # names of stored matrices, and whether each is [K, N] and not [N, K]
+    outputs: tuple[tuple[str, bool], ...] = ()  # the same of the matrix whose output is divided, without a norm
 
     @property
     def names(self) -> set[str]:
-        return {*self.norms, *(name for name, _ in self.matrices)}
+        return {*self.norms, *(name for name, _ in (*self.matrices, *self.outputs))}
 
 
-def smoothing_groups(graphs: Graphs, coded: Container[str]) -> list[SmoothingGroup]:
+def smoothing_groups(graphs: Graphs, coded: Container[str], *, gated: bool = False) -> list[SmoothingGroup]:
     """The norms whose result has no other use than products with `coded` matrices, which can take factors.
 
-    A norm that adds 1 to its weight (Gemma) is not among them: the quotient minus 1 would be rounded.
+    A norm that adds 1 to its weight (Gemma) is not among them: the quotient minus 1 would be rounded. `gated`: also
+    `coded` matrices without a bias, whose output is gated and then has no other use (`down(f(gate(x)) * up(x))`).
     """
-    found = [(set(_groups(traced, matches, coded)), _names(matches)) for traced, matches in graphs]
-    every = dict.fromkeys(group for traced, matches in graphs for group in _groups(traced, matches, coded))
+    found = [(set(_groups(traced, matches, coded, gated)), _names(matches)) for traced, matches in graphs]
+    every = dict.fromkeys(group for traced, matches in graphs for group in _groups(traced, matches, coded, gated))
     return [group for group in every if all(group in own or not group.names & names.keys() for own, names in found)]
 
 
@@ -144,12 +150,16 @@ def _names(matches: Mapping[str, WeightSource]) -> Counter[str]:
     return Counter(name for match in matches.values() for name in {leaf.name for leaf in leaves(match)})
 
 
-def _groups(traced: TracedGraph, matches: Mapping[str, WeightSource], coded: Container[str]) -> list[SmoothingGroup]:
+def _groups(
+    traced: TracedGraph, matches: Mapping[str, WeightSource], coded: Container[str], gated: bool
+) -> list[SmoothingGroup]:
     sources = {traced.weights[parameter]: match for parameter, match in matches.items()}
     counts = _names(matches)
     found = []
     for node in traced.model.graph:
-        group = _group(node, sources, coded) if (node.domain, node.op_type) in NORMS else None
+        kind = node.domain, node.op_type
+        of_kind = _group if kind in NORMS else _gated if gated and kind == ("", "Mul") else None
+        group = of_kind(node, sources, coded) if of_kind else None
         if group and all(counts[name] == 1 for name in group.names):
             found.append(group)
     return found
@@ -162,17 +172,54 @@ def _group(node: ir.Node, sources: Mapping[ir.Value, WeightSource], coded: Conta
     if not products or not all(isinstance(one, StoredRows) and one.is_whole for one in stored):
         return None
     norms = [one for one in stored if isinstance(one, StoredRows)]
-    matrices: list[tuple[str, bool]] = []
+    matrices = _coded(products, sources, coded)
+    if not matrices or any(list(norms[0].shape) != [inputs] for _, _, inputs, _ in matrices):
+        return None
+    return SmoothingGroup(tuple(one.name for one in norms), tuple(one[:2] for one in matrices))
+
+
+def _gated(node: ir.Node, sources: Mapping[ir.Value, WeightSource], coded: Container[str]) -> SmoothingGroup | None:
+    """The group of a product of two vectors, one of which is the output of a matrix without a bias."""
+    if not (matrices := _coded(_products(node.outputs[0]), sources, coded)):
+        return None
+    for value in node.inputs:
+        before = _product_before(value)
+        made = _coded([before], sources, coded) if before else []
+        if len(made) == 1 and all(inputs == made[0][3] for _, _, inputs, _ in matrices):
+            return SmoothingGroup((), tuple(one[:2] for one in matrices), (made[0][:2],))
+    return None
+
+
+def _product_before(value: ir.Value | None) -> ir.Node | None:
+    """The product without a bias whose result a value is, reshaped or not; None if any of it has another use."""
+    while value is not None and len(value.uses()) == 1 and not value.is_graph_output():
+        node = value.producer()
+        if node is None or node.domain not in ("", MICROSOFT):
+            return None
+        if product_layout(node) is not None:
+            return node if all(one is None for one in node.inputs[2:]) else None
+        if node.op_type != "Reshape" or node.domain:
+            return None
+        value = node.inputs[0]
+    return None
+
+
+def _coded(
+    products: Sequence[ir.Node], sources: Mapping[ir.Value, WeightSource], coded: Container[str]
+) -> list[tuple[str, bool, int, int]]:
+    """Name, whether it is [K, N], K and N of all matrices of products; none if one of them is not whole and coded."""
+    found: list[tuple[str, bool, int, int]] = []
     for product in products:
         match, layout = _only_use(product.inputs[1], sources), product_layout(product)
         if match is None or layout is None:
-            return None
+            return []
         for rows, transB in output_parts(match, layout):
             is_coded = isinstance(rows, StoredRows) and rows.is_whole and len(rows.shape) == 2 and rows.name in coded
-            if not is_coded or [rows.shape[-1 if transB else 0]] != list(norms[0].shape):
-                return None
-            matrices.append((next(leaves(rows)).name, not transB))
-    return SmoothingGroup(tuple(one.name for one in norms), tuple(matrices))
+            if not is_coded:
+                return []
+            outputs, inputs = rows.shape if transB else rows.shape[::-1]
+            found.append((next(leaves(rows)).name, not transB, inputs, outputs))
+    return found
 
 
 def _only_use(value: ir.Value | None, sources: Mapping[ir.Value, WeightSource]) -> WeightSource | None:

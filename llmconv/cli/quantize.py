@@ -77,4 +77,7 @@ def command(model: str, as_json: bool, dry_run: bool, output: Path, **choices: A
 
 
 def _fate(name: str, stems: set[str]) -> str:
-    return "quantized" if name[: name.rfind(".") + 1] in stems and not name.endswith(".bias") else "kept"
+    stem = name[: name.rfind(".") + 1]
+    if name.removesuffix("_blocks").removesuffix("_scales") in stems:  # stacks of experts
+        return "quantized"
+    return "quantized" if stem in stems and not name.endswith(".bias") else "kept"

@@ -6,7 +6,8 @@ an unnamed file beside the output.
 
 The factors of AWQ are powers of two. Columns of all matrices behind a norm are multiplied with them, and its weight is
 divided by them, which is exact: the folder has no tensor more than without, and engines compute the same function. A
-norm is left as it is if anything else reads it (a router), or if it adds 1 to its weight (Gemma).
+norm is left as it is if anything else reads it (a router), or if it adds 1 to its weight (Gemma). In a gated unit,
+`down(f(gate(x)) * up(x))`, rows of `up` take the place of the norm: its codes are the same, with scales divided.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ def with_text(
         smoothing = _smoothing(run, kinds, importance)
     weights = {}
     for name, one in selected.weights.items():
-        factors = smoothing.matrices.get(name, NONE)
-        measured = Measured(importance.get(name, NONE), factors, rounded.get(name))
+        factors = smoothing.matrices.get(name, NONE), smoothing.outputs.get(name, NONE)
+        measured = Measured(importance.get(name, NONE), *factors, rounded.get(name))
         weights[name] = replace(one, measured=measured)
     norms = {name: _divided(selected.tensors[name], factors) for name, factors in smoothing.norms.items()}
     return replace(selected, weights=weights, tensors={**selected.tensors, **norms})
@@ -88,9 +89,9 @@ def with_text(
 
 def _smoothing(run: TextRun, kinds: Mapping[str, QuantizedWeight], importance: Mapping[str, Array]) -> Smoothing:
     pairs = [(run.traced, run.matches)]
-    if not smoothing_groups(pairs, coded(kinds, BlockFormat)):
+    if not smoothing_groups(pairs, coded(kinds, BlockFormat), gated=True):
         raise UnsupportedInput(
-            "`--method awq` does not fit this model: no norm can be divided by factors",
+            "`--method awq` does not fit this model: no norm and no gated matrix can be divided by factors",
             hint="norms that add 1 to their weight and those that a router reads cannot; `--method gptq` fits all",
         )
     return measure_activation_aware(pairs, kinds, importance, run)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import Checkpoint, is_model_folder, open_checkpoint, refuse_unmerged
-from llmconv.compressed.schemes import BASE_FORMATS, IntegerOptions, Scheme, scheme_of
+from llmconv.compressed.schemes import BASE_FORMATS, IntegerOptions, Scheme, fitted, scheme_of
 from llmconv.compressed.selection import Selected, select
 from llmconv.convert.models.completeness import check_folder
 from llmconv.convert.models.head_and_dtype import check_dtype, plain_tensors, settled, with_cast
@@ -115,6 +115,7 @@ def quantize(  # noqa: PLR0913 - the options of the command, by the same names
     paths = [adapters] if isinstance(adapters, str | Path) else list(adapters)
     source, used = opened(model, paths, in_parts=calibrate is None)
     source = with_cast(source, dtype) if dtype != "keep" else source
+    chosen = fitted(chosen, source.config)
     selected, planned = plan_quantized(source, chosen, exclude)
     plan = plan_checkpoint(planned, max_shard_size, together=_groups(planned, selected))
     text = _text(calibrate, source, selected, dtype, work)

@@ -33,6 +33,8 @@ from llmconv.export.quantization.quantized_tensor import (
     widened,
 )
 from llmconv.quantized_weights.methods.awq import pack_outputs
+from llmconv.quantized_weights.methods.mxfp4 import BLOCKS
+from llmconv.quantized_weights.methods.mxfp4 import SCALES as EXPONENTS
 from llmconv.quantized_weights.packed_weight import float8, pack
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, as_bytes, in_memory
 
@@ -316,14 +318,36 @@ class MxFloat4(Float4):
         return found.astype(np.uint8)
 
 
+def stacked_floats(name: str, stack: LazyTensor) -> Parts:
+    """MXFP4 of a stack of matrices [experts, K, N] as gpt-oss is released; codes and exponents are those of `MxFloat4`.
+
+    `_blocks` uint8 [experts, N, K/32, 16], `_scales` uint8 [experts, N, K/32]; one expert at a time is in memory.
+    """
+    experts, columns, rows = stack.shape
+
+    def part(end: str, shape: tuple[int, ...]) -> LazyTensor:
+        def read(start: int, stop: int) -> Array:
+            found = np.empty((stop - start, *shape), np.uint8)
+            for at in range(start, stop):
+                matrix = np.ascontiguousarray(stack.rows(at, at + 1)[0].T)
+                parts = MxFloat4(name, in_memory(matrix, stack.dtype)).parts()
+                found[at - start] = parts[end].read().reshape(shape)
+            return found
+
+        return LazyTensor(UINT8, (experts, *shape), read)
+
+    groups = columns // 32
+    return {BLOCKS: part(PACKED, (rows, groups, 16)), EXPONENTS: part(SCALE, (rows, groups))}
+
+
 @dataclass(frozen=True)
 class Measured:
     """What a text tells of a matrix [N, K] (`calibrated.py`); nothing without one."""
 
     importance: Array = field(default_factory=lambda: NONE)  # of its columns, float32 [K]; empty if all count alike
-    factors: Array = field(
-        default_factory=lambda: NONE
-    )  # powers of two [K] that its columns are multiplied with first; empty for none
+    # powers of two that are multiplied with its columns [K] and its rows [N, 1] first; empty for none
+    factors: Array = field(default_factory=lambda: NONE)
+    outputs: Array = field(default_factory=lambda: NONE)
     rounded: RoundedCodes | None = None  # codes with error feedback, which are taken as they are
 
 
@@ -336,8 +360,10 @@ def integers(name: str, weight: LazyTensor, form: BlockFormat, measured: Measure
         made = measured.rounded.tensors(name)
     else:
         importance, given = measured.importance, weight
+        if measured.outputs.size:
+            given = multiplied(given, measured.outputs)
         if measured.factors.size:
-            given = multiplied(weight, measured.factors)
+            given = multiplied(given, measured.factors)
             importance = importance / measured.factors**2 if importance.size else NONE
         made = QuantizedTensor(name, given, form, scale_dtype=weight.dtype, importance=importance).tensors()
     return {end: made[name + end] for end in (CODES, ZEROS, SCALES) if name + end in made}

@@ -4,7 +4,8 @@ Fields and values are those of the presets in `compressed_tensors/quantization/q
 with which weights is what `can_compress` of its compressors says. A new scheme is a row of `SCHEMES`.
 
 Integers of 4 bits may have the form of AutoAWQ or GPTQ instead (`BASE_FORMATS`). Fields that vLLM reads of these:
-`AWQMarlinConfig` and `GPTQMarlinConfig` in `vllm/model_executor/layers/quantization/`.
+`AWQMarlinConfig` and `GPTQMarlinConfig` in `vllm/model_executor/layers/quantization/`. Of gpt-oss readers know the form
+that it is released in alone (`Mxfp4Config` there and in transformers), which says nothing of activations.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from llmconv.compressed.rounding import (
     awq_integers,
     gptq_integers,
     packed_integers,
+    stacked_floats,
 )
-from llmconv.errors import UsageProblem
+from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.quantization.block_rounding import SIZES, BlockFormat
 from llmconv.tensors import BY_NAME, LazyTensor
 
@@ -67,6 +69,8 @@ class Scheme:
         """The `quantization_config`; `ignore` names the modules that a scheme for `Linear` would mean, too."""
         if self.format in BASE_FORMATS:
             return BASE_FORMATS[self.format][1](self, ignore)
+        if self.format == RELEASED:
+            return {"modules_to_not_convert": [*KEPT_OF_RELEASED], "quant_method": RELEASED}
         group = {
             "targets": ["Linear"],
             "weights": dict(self.weights),
@@ -85,6 +89,11 @@ class Scheme:
             "version": VERSION,
         }
 
+
+RELEASED = "mxfp4"
+"""The `quant_method` of gpt-oss as it is released: experts as MXFP4 in stacks, everything else as it is."""
+
+KEPT_OF_RELEASED = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head")
 
 VERSION = "0.20.1"
 """The release of compressed-tensors that the layouts were compared with."""
@@ -205,6 +214,26 @@ ROWS = (
     ),
 )
 SCHEMES = {scheme.name: scheme for scheme in ROWS}
+
+
+def fitted(scheme: Scheme, config: Mapping[str, Any]) -> Scheme:
+    """The scheme, of a gpt-oss in the form that it is released in; UnsupportedInput: it has another one."""
+    if config.get("model_type") != "gpt_oss":
+        return scheme
+    if not scheme.format.startswith("mxfp4"):
+        raise UnsupportedInput(
+            f"gpt-oss is written as it is released, with its experts as MXFP4, and not as {scheme.name}",
+            hint="give `--scheme mxfp4`; `llmconv export --quant int4` makes graphs of codes of it",
+        )
+    return released(scheme)
+
+
+def released(scheme: Scheme) -> Scheme:
+    """A scheme of MXFP4 in the form of gpt-oss, of which engines decide how activations are rounded."""
+    made: Callable[[Scheme, Weight], Parts] = lambda _, weight: stacked_floats(weight.name, weight.tensor)  # noqa: E731
+    return replace(scheme, format=RELEASED, activations=None, made=made)
+
+
 METHODS = ("search", "rtn", "gptq", "awq")
 MEASURING = ("gptq", "awq")  # those that need a text
 

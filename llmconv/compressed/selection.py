@@ -15,9 +15,9 @@ from typing import Any
 from llmconv.causal_lm import mtp_tensors
 from llmconv.checkpoint import is_conv1d, transposed
 from llmconv.compressed.rounding import SharedPeak
-from llmconv.compressed.schemes import HEAD, Scheme, Weight
+from llmconv.compressed.schemes import HEAD, RELEASED, Scheme, Weight
 from llmconv.convert.algebra import reshaped, slice_rows, split
-from llmconv.errors import UnsupportedInput
+from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.tensors import FLOATS, LazyTensor, lists_by_key
 from llmconv.timed_patterns import MatchTime
 
@@ -48,8 +48,21 @@ JOINED_BY_LAST = {name: names for names in JOINED for name in names}
 EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
 STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(?:\.weight)?")
 
-INPUTS_FIRST = {"llama4": True, "llama4_text": True, "qwen3_5_moe": False, "qwen3_5_moe_text": False}
-"""Models whose experts are stacked in one tensor, and released for vLLM one by one: whether it is [experts, K, N]."""
+INPUTS_FIRST: dict[str, bool | None] = {
+    **dict.fromkeys(("llama4", "llama4_text"), True),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), False),
+    **dict.fromkeys(("qwen3_vl_moe", "qwen3_vl_moe_text")),
+}
+"""Models whose experts are stacked in one tensor, and released for vLLM one by one: whether it is [experts, K, N].
+
+None: either (`_has_inputs_first`).
+"""
+
+OTHER_STACK = re.compile(
+    r"3 .*\.(?:block_sparse_moe|moe|mlp|experts)\.(?:input_linear|output_linear|fc1|fc2)(?:\.weight)?$"
+    r"|2 .*\.experts\.mlp\.(?:w1|v1|w2)$"
+)
+"""Experts of Granite, JetMoE, Aria and DBRX in one tensor, by number of dimensions and name."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +84,8 @@ def select(
     or matches nothing.
     """
     tensors = dict(one_by_one(stored, config))
+    if scheme.format == RELEASED:
+        return _released(tensors, scheme, exclude)
     matrices = {name: one for name, one in tensors.items() if is_matrix(name, one) and not is_conv1d(config, name)}
     mtp, excluded = {*mtp_tensors(tensors, config)}, _excluded(exclude, tensors)
     wanted = {
@@ -99,6 +114,24 @@ def select(
     ignore = [name.removesuffix(END) for name in matrices if name not in weights]
     head = [] if any(name.endswith(HEAD) for name in ignore) else [HEAD]
     return Selected(tensors, weights, (*ignore, *head), tuple(name for name in wanted if name in unfit))
+
+
+def _released(tensors: Mapping[str, LazyTensor], scheme: Scheme, exclude: Sequence[str]) -> Selected:
+    """All stacks of experts of a gpt-oss, of which its readers leave none as it is."""
+    stacks = {name: one for name, one in tensors.items() if STACKED.fullmatch(name) and len(one.shape) == 3}
+    if excluded := sorted(_excluded(exclude, tensors) & stacks.keys()):
+        raise UsageProblem(
+            f"`--quant-exclude` matches `{excluded[0]}`, and engines read all experts of gpt-oss as MXFP4",
+            hint="leave it out: attention, routers, embedding and head are kept anyway",
+        )
+    if unfit := next((name for name, one in stacks.items() if one.shape[1] % scheme.unit[1]), None):
+        raise UnsupportedInput(
+            f"`{unfit}` has {stacks[unfit].shape[1]} inputs, and MXFP4 has groups of {scheme.unit[1]}",
+            hint="no engine reads such a gpt-oss with codes; leave it as it is",
+        )
+    weights = {name: Weight(name, one, SharedPeak([(name, one)])) for name, one in stacks.items()}
+    kept = [name.removesuffix(END) for name, one in tensors.items() if is_matrix(name, one)]
+    return Selected(tensors, weights, tuple(kept), ())
 
 
 def is_matrix(name: str, tensor: LazyTensor) -> bool:
@@ -134,24 +167,46 @@ def one_by_one(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> 
     for name, tensor in tensors.items():
         found = STACKED.fullmatch(name)
         if not found or len(tensor.shape) != 3 or tensor.dtype.name not in FLOATS:
+            if OTHER_STACK.search(f"{len(tensor.shape)} {name}") and tensor.dtype.name in FLOATS:
+                raise _unknown_layout(name, str(config.get("model_type")))
             yield name, tensor
             continue
         kind = str(config.get("model_type"))
         if kind == "gpt_oss":
-            raise UnsupportedInput(
-                "the experts of gpt-oss are released as MXFP4 in a form of their own, which `quantize` does not write",
-                hint="engines load it in bfloat16; `llmconv merge-lora --base-quant requantize` keeps that form",
-            )
+            yield name, tensor
+            continue
         if kind not in INPUTS_FIRST:
-            raise UnsupportedInput(
-                f"the experts of `{name}` are stacked in one tensor, in a layout that is not known for `{kind[:40]}`",
-                hint="write the model with one tensor per expert, as transformers' `save_pretrained` does for most",
-            )
+            raise _unknown_layout(name, kind)
+        inputs_first = INPUTS_FIRST[kind]
+        if inputs_first is None:
+            inputs_first = _has_inputs_first(name, tensor, config, of_gate=found[2] == "gate_up_proj")
         for number in range(tensor.shape[0]):
-            matrix = _matrix(tensor, number, inputs_first=INPUTS_FIRST[kind])
+            matrix = _matrix(tensor, number, inputs_first=inputs_first)
             halves = dict(zip(("gate_proj", "up_proj"), split(matrix, 0, 2), strict=True))
             for end, one in (halves if found[2] == "gate_up_proj" else {"down_proj": matrix}).items():
                 yield f"{found[1]}.{number}.{end}{END}", one
+
+
+def _unknown_layout(name: str, kind: str) -> UnsupportedInput:
+    return UnsupportedInput(
+        f"the experts of `{name}` are stacked in one tensor, in a layout that is not known for `{kind[:40]}`",
+        hint="write the model with one tensor per expert, as transformers' `save_pretrained` does for most",
+    )
+
+
+def _has_inputs_first(name: str, stack: LazyTensor, config: Mapping[str, Any], *, of_gate: bool) -> bool:
+    """Whether a stack is [experts, K, N], of a model that has been saved in both ways; UnsupportedInput: it is square.
+
+    Qwen3-VL is released so, and transformers 5 saves [experts, N, K] (`Transpose(check_dims=True)` of its mapping).
+    """
+    hidden = (config.get("text_config") or config).get("hidden_size")
+    _, first, last = stack.shape
+    if first == last or hidden not in (first, last):
+        raise UnsupportedInput(
+            f"`{name}` has the shape {list(stack.shape)}, which does not tell inputs from outputs",
+            hint="write the model with one tensor per expert",
+        )
+    return bool(first == hidden) == of_gate
 
 
 def _matrix(stack: LazyTensor, number: int, *, inputs_first: bool) -> LazyTensor:

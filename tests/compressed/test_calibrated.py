@@ -175,6 +175,7 @@ DAMAGE = [
     ("awq", NORM, lambda one: one * 1.5, "kept tensors", f"`{NORM}` differs"),
     ("awq", "model.norm.weight", doubled, "factors", "another function"),
     ("gptq", NORM, doubled, "kept tensors", f"`{NORM}` differs"),
+    ("awq", f"{UP}.weight_scale", lambda one: np.concatenate([one[:7], 2 * one[7:8], one[8:]]), "factors", "another"),
 ]
 
 
@@ -210,5 +211,20 @@ def test_what_a_text_cannot_run_through_is_refused(model: Path, text: Path, tmp_
         quantize(model, tmp_path / "out", **{**given, "calibrate": tmp_path / "short.txt"}, method="gptq")
     gemma = save(tmp_path / "gemma", Gemma2Config(**SMALL, query_pre_attn_scalar=32), torch.float32)
     with pytest.raises(UnsupportedInput, match="`--method awq` does not fit this model"):
-        quantize(gemma, tmp_path / "out", method="awq", **given)
+        quantize(gemma, tmp_path / "out", method="awq", quant_exclude="up_proj", **given)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_model_whose_norms_take_no_factors_has_some_in_its_gated_units(text: Path, tmp_path: Path) -> None:
+    gemma = save(tmp_path / "gemma", Gemma2Config(**SMALL, query_pre_attn_scalar=32), torch.float32)
+    up = "model.layers.0.mlp.up_proj.weight"
+    louder = np.where(np.arange(SMALL["intermediate_size"]) % 9, 1, 30)[:, None]
+    change_tensor(gemma / "model.safetensors", up, lambda rows: rows * louder)
+    quantize(gemma, tmp_path / "out", scheme="w4a16", quant_block=32, calibrate=text, method="awq")
+    found, plain = codes_of(tmp_path / "out"), load_file(gemma / "model.safetensors")
+    scales, peaks = np.abs(found[up][1]).max(axis=1), np.abs(plain[up]).max(axis=1) / 8
+    assert {*np.rint(np.log2(peaks / scales)).astype(int)} > {0}
+    report = verify(tmp_path / "out", reference=gemma)
+    assert report.exit_code == 0, report.lines()
+    assert "gated matrices" in next(check.detail for check in report.checks if check.name == "factors")

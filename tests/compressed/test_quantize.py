@@ -138,8 +138,39 @@ def test_stacked_experts_become_one_tensor_each(kind: str, inputs_first: bool) -
             assert np.array_equal(read.read(), wanted[at]) and np.array_equal(read.rows(3, 9), wanted[at][3:9])
     with pytest.raises(UnsupportedInput, match="not known for `dbrx`"):
         select(tensors, {"model_type": "dbrx"}, NVFP4)
-    with pytest.raises(UnsupportedInput, match="gpt-oss are released as MXFP4"):
-        select(tensors, {"model_type": "gpt_oss"}, NVFP4)
+
+
+@pytest.mark.parametrize("inputs_first", [True, False])
+def test_stacks_that_are_saved_in_both_ways_are_told_apart_by_their_shapes(inputs_first: bool) -> None:
+    rng = np.random.default_rng(3)
+    stack, down = rng.normal(size=(2, 64, 16)).astype(np.float32), rng.normal(size=(2, 16, 32)).astype(np.float32)
+    turned = [one.swapaxes(1, 2) if inputs_first else one for one in (stack, down)]
+    names = (
+        "model.language_model.layers.0.mlp.experts.gate_up_proj",
+        "model.language_model.layers.0.mlp.experts.down_proj",
+    )
+    tensors = {name: in_memory(one, BY_NAME["float32"]) for name, one in zip(names, turned, strict=True)}
+    found = select(tensors, {"model_type": "qwen3_vl_moe", "text_config": {"hidden_size": 16}}, NVFP4).weights
+    stem = "model.language_model.layers.0.mlp.experts.1"
+    assert np.array_equal(found[f"{stem}.up_proj.weight"].tensor.read(), stack[1, 32:])
+    assert np.array_equal(found[f"{stem}.down_proj.weight"].tensor.read(), down[1])
+    square = {names[0]: shaped(2, 64, 64)}
+    with pytest.raises(UnsupportedInput, match="does not tell inputs from outputs"):
+        select(square, {"model_type": "qwen3_vl_moe", "text_config": {"hidden_size": 64}}, NVFP4)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("mlp.experts.fc1.weight", (4, 16, 64)),
+        ("block_sparse_moe.input_linear.weight", (4, 64, 16)),
+        ("ffn.experts.mlp.w1", (64, 16)),
+    ],
+)
+def test_experts_that_no_engine_reads_as_codes_are_refused(name: str, shape: tuple[int, ...]) -> None:
+    tensors = {f"{LAYER}.{name}": shaped(*shape), f"{LAYER}.self_attn.q_proj.weight": shaped(64, 64)}
+    with pytest.raises(UnsupportedInput, match=f"the experts of `{LAYER}.{name}` are stacked in one tensor"):
+        select(tensors, {"model_type": "any"}, NVFP4)
 
 
 def test_matrices_of_conv1d_are_refused_by_name() -> None:

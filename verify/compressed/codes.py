@@ -12,14 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from llmconv.quantized_weights.float4 import GLOBAL, PACKED, SCALE, Float4Weight
+from llmconv.quantized_weights.methods.mxfp4 import BLOCK as COLUMNS
+from llmconv.quantized_weights.methods.mxfp4 import BLOCKS, SCALES, Mxfp4Experts
 from llmconv.quantized_weights.packed_weight import GroupedWeight, PackedWeight, ScaledWeight
-from llmconv.tensors import Array, DType, LazyTensor
+from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, in_memory
 from llmconv.verify.other_exporters.quantized.expected_scales import (
     Blocks,
     FeedbackShare,
@@ -123,7 +126,7 @@ def audit_weight(
         found.problems.append(f"`{weight.name}` has shape {list(weight.shape)}, not {list(original.shape)}")
         return found
     check = next(check for kind, check in CHECKS.items() if isinstance(weight, kind))
-    step = max(1, AT_ONCE // original.shape[1])
+    step = max(1, AT_ONCE // prod(original.shape[1:]))
     step = max(BLOCK, step // BLOCK * BLOCK) if scheme.get("strategy") == "block" else step
     for first in range(0, original.shape[0], step):
         rows = original.rows(first, min(first + step, original.shape[0])).astype(np.float32)
@@ -193,6 +196,24 @@ def _float4(weight: PackedWeight, rows: Array, first: int, frame: _Frame) -> Non
     frame.found.compare(FLOAT4, codes, scales, rows.astype(np.float64), first)
 
 
+def _stacked(weight: PackedWeight, rows: Array, first: int, frame: _Frame) -> None:
+    """MXFP4 in stacks, [experts, K, N] as gpt-oss is released: each expert by itself, as [N, K]."""
+    assert isinstance(weight, Mxfp4Experts)
+    name, found = weight.name, frame.found
+    for expert, values in enumerate(rows, first):
+        matrix = np.ascontiguousarray(values.T)
+        stored = [weight.parts[name + end].rows(expert, expert + 1)[0] for end in (BLOCKS, SCALES)]
+        parts = {
+            end: in_memory(one.reshape(len(matrix), -1), BY_NAME["uint8"])
+            for end, one in zip((name + PACKED, name + SCALE), stored, strict=True)
+        }
+        one = Float4Weight(name, parts, (len(matrix), matrix.shape[1]), name, COLUMNS)
+        found.name = f"{name}[{expert}]"  # in messages about it
+        for start in range(0, len(matrix), step := max(1, AT_ONCE // matrix.shape[1])):
+            _float4(one, matrix[start : start + step], start, frame)
+    found.name = name
+
+
 def _integers(weight: PackedWeight, rows: Array, first: int, frame: _Frame) -> None:
     """4-bit integers: scales and zero points of llmconv's search, which is repeated, or of the extreme values."""
     assert isinstance(weight, GroupedWeight)
@@ -237,6 +258,7 @@ def _integers(weight: PackedWeight, rows: Array, first: int, frame: _Frame) -> N
 CHECKS: dict[type[PackedWeight], Callable[[PackedWeight, Array, int, _Frame], None]] = {
     ScaledWeight: _scaled,
     Float4Weight: _float4,
+    Mxfp4Experts: _stacked,
     GroupedWeight: _integers,
 }
 

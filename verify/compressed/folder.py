@@ -1,8 +1,9 @@
 """Verifies a folder of `llmconv quantize`: its configuration, what it keeps, every scale, every code, and the cost.
 
-With `--method awq` norms are divided by powers of two, and the columns of the matrices behind them are multiplied with
-the same. Which factors a folder has is read off its norms; each matrix must have those of a norm of its layer, and the
-model with all factors, before it is rounded, must be the same function: its logits on the text are the model's.
+With `--method awq` norms and rows of gated matrices are divided by powers of two, and the columns of the matrices
+behind them are multiplied with the same. Which factors a folder has is read off its norms and the sizes of its rows;
+each matrix must have those of its layer, and the model with all factors, before it is rounded, must be the same
+function: its logits on the text are the model's.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from llmconv.compressed.rounding import SharedPeak
 from llmconv.compressed.schemes import (
     BASE_FORMATS,
     HEAD,
+    RELEASED,
     SCHEMES,
     IntegerOptions,
     Scheme,
     Weight,
     kept_modules,
+    released,
     scheme_of,
 )
 from llmconv.compressed.selection import LAYER, is_matrix, one_by_one, peak_of
@@ -68,7 +71,7 @@ def is_compressed(folder: Path) -> bool:
     """Whether the weights of a folder are those of compressed-tensors or of `quantize`."""
     field = read_json(folder / "config.json").get(FIELD)
     method = field.get("quant_method") if isinstance(field, Mapping) else None
-    return method == "compressed-tensors" or (method in BASE_FORMATS and bool(_recorded(folder)))
+    return method == "compressed-tensors" or (method in (*BASE_FORMATS, RELEASED) and bool(_recorded(folder)))
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,10 @@ class CompressedFolder:
 
     def _settings(self, settings: Mapping[str, Any]) -> Iterator[str]:
         """What is odd about the `quantization_config`, and the modules that it says are kept."""
+        if self.scheme.format == RELEASED:
+            if json.dumps(settings, sort_keys=True) != json.dumps(self.scheme.settings(()), sort_keys=True):
+                yield f"`{FIELD}` is not that of gpt-oss as it is released"
+            return
         ignore = kept_modules(settings)
         names = ignore is not None and all(isinstance(name, str) for name in ignore)
         expected = self.scheme.settings(ignore if ignore and names else ())
@@ -175,7 +182,8 @@ class CompressedFolder:
         """Tensors that the scheme does not make of the model, or makes with another dtype or shape."""
         expected: dict[str, LazyTensor] = {}
         for name, tensor in self.reference.items():
-            is_coded = name in self.stored.weights
+            coded = self.stored.weights.get(name)
+            is_coded = coded is not None and len(coded.shape) == len(tensor.shape)
             weight = Weight(name, tensor, SharedPeak([(name, tensor)]))
             expected |= self.scheme.parts(weight) if is_coded else {name: tensor}
         stored = self.stored.stored
@@ -244,20 +252,21 @@ class CompressedFolder:
             graphs = [(self.scheme.name, self._runner(self.stored.plain.tensors))]
             if self.scheme.integers and not self.rounding.plain:
                 graphs.append((PLAIN, self._runner(self._plainly_rounded)))
-            if self._divided:
+            if self.has_factors:
                 graphs.append((FOLDED, self._runner(self._folded)))
             costs = measure_costs(graphs, self._runner(self.reference.tensors), sample)
         except LlmconvError as error:
-            if limits.given or self._divided:
+            if limits.given or self.has_factors:
                 yield [Check("cost", self.scheme.name, "", verdict="fail", detail=problem_of(error))]
             self.report.notes.append(f"the cost was not measured: {error.message}")
             return
-        if self._divided:
+        if self.has_factors:
             largest = costs.pop().summary(is_text=False).divergence["max"]
             wrong = (
                 [] if largest <= SAME else [f"with its factors the model is another function, by {largest:.2g} nats"]
             )
-            passed = f"{len(self._divided)} norms and the matrices behind them are the same function"
+            gated = sum((rows != 1).any() for _, rows in self._factors.values())
+            passed = f"{len(self._divided)} norms, {gated} gated matrices and those behind them are the same function"
             yield [audited(FOLDED, "*.safetensors", wrong, passed)]
         section.cost, *others = [one.summary(is_text=sample.is_text) for one in costs]
         section.rounding = others[0] if others else None
@@ -286,24 +295,58 @@ class CompressedFolder:
         return found
 
     def _with_factors(self, name: str) -> LazyTensor:
-        """The model's weight, its columns multiplied with those factors of its layer that fit the codes best."""
-        weight, layer = self.reference[name], LAYER.search(name)
-        if not self._divided or layer is None:
-            return weight
-        prefix, columns = name[: layer.end()], weight.shape[1]
-        candidates = {
-            factors.tobytes(): factors
-            for norm, factors in self._divided.items()
-            if norm.startswith(prefix) and factors.shape == (columns,)
+        """The model's weight, its columns and rows multiplied with the factors that fit the codes best."""
+        weight = self.reference[name]
+        for factors in self._factors.get(name, ()):
+            weight = multiplied(weight, factors) if (factors != 1).any() else weight
+        return weight
+
+    @cached_property
+    def _factors(self) -> Mapping[str, tuple[Array, Array]]:
+        """Factors of columns [K] and of rows [N, 1] by name of the weight, float32 powers of two.
+
+        Those of columns are those of a norm of the layer, or the reciprocals of a matrix's rows there.
+        """
+        if not self.has_factors:
+            return {}
+        layers = {name: found[0] for name in self.stored.weights if (found := LAYER.search(name))}
+        prefixes = {name: name[: name.index(layer) + len(layer)] for name, layer in layers.items()}
+        norms = lists_by_key(
+            (prefix, norm) for norm in self._divided for prefix in {*prefixes.values()} if norm.startswith(prefix)
+        )
+        rows = {
+            name: self._best(name, [self._divided[norm] for norm in norms.get(prefix, ())])[1]
+            for name, prefix in prefixes.items()
         }
-        sample = min(weight.shape[0], SAMPLE)
-        rows, values = weight.rows(0, sample).astype(np.float32), self.stored.weights[name].values(0, sample)
+        factors: dict[str, tuple[Array, Array]] = {}
+        for name, prefix in prefixes.items():
+            columns = [self._divided[norm] for norm in norms.get(prefix, ())]
+            columns += [1 / rows[other][:, 0] for other in rows if prefixes[other] == prefix and other != name]
+            factors[name] = self._best(name, columns)
+        return factors
+
+    def _best(self, name: str, candidates: Sequence[Array]) -> tuple[Array, Array]:
+        """Of factors [K] of columns those with which a weight fits its codes best, and those of its rows [N, 1]."""
+        weight, stored = self.reference[name], self.stored.weights[name]
+        count, columns = weight.shape
+        fitting = {one.tobytes(): one for one in candidates if one.shape == (columns,)}
+        sample = slice(0, min(count, SAMPLE))
+        rows, values = (
+            weight.rows(sample.start, sample.stop).astype(np.float32),
+            stored.values(sample.start, sample.stop),
+        )
 
         def error(factors: Array) -> float:
-            return float(((values - rows * factors) ** 2).sum() / max(((rows * factors) ** 2).sum(), 1e-30))
+            exact = rows * factors
+            exact *= _row_factors(values, exact)
+            return float(((values - exact) ** 2).sum() / max((exact**2).sum(), 1e-30))
 
-        best = min([np.ones(columns, np.float32), *candidates.values()], key=error)
-        return multiplied(weight, best) if (best != 1).any() else weight
+        best = min([np.ones(columns, np.float32), *fitting.values()], key=error)
+        made = np.ones((count, 1), np.float32)
+        for start, stop in weight.blocks():
+            exact = weight.rows(start, stop).astype(np.float32) * best
+            made[start:stop] = _row_factors(stored.values(start, stop), exact)
+        return best, made
 
     @cached_property
     def _folded(self) -> Mapping[str, LazyTensor]:
@@ -340,6 +383,14 @@ class CompressedFolder:
 SAMPLE = 64  # rows by which the factors of a matrix are told
 
 
+def _row_factors(values: Array, exact: Array) -> Array:
+    """The powers of two [N, 1] that are nearest to values / exact, row by row; 1 where that is nothing."""
+    both, squares = (values * exact).sum(axis=1, keepdims=True), (exact * exact).sum(axis=1, keepdims=True)
+    share = np.divide(both, squares, out=np.ones_like(squares), where=(squares > 0) & (both > 0))
+    found: Array = np.exp2(np.rint(np.log2(share))).astype(np.float32)
+    return found
+
+
 def _recorded(folder: Path) -> dict[str, Any]:
     """The options of the last `quantize` in the manifest; empty without one."""
     steps = [done for done in read_manifest(folder).steps if done.get("command") == COMMAND]
@@ -353,6 +404,8 @@ def _scheme(folder: Path, settings: Mapping[str, Any], recorded: object) -> Sche
     AutoAWQ's says nothing of zero points, so that of the `recorded` name comes first.
     """
     form = settings.get("quant_method")
+    if form == RELEASED:
+        return released(SCHEMES["mxfp4a16" if recorded == "mxfp4a16" else "mxfp4"])
     groups = settings.get("config_groups")
     group = groups.get("group_0") if isinstance(groups, Mapping) else None
     fields = group.get("weights") if isinstance(group, Mapping) else None

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmconv.causal_lm import architecture
 from llmconv.checkpoint import ADAPTER_CONFIG, INDEX, SINGLE, Checkpoint, read_json
@@ -29,7 +29,7 @@ from llmconv.convert.assembly import (
     stored_config,
     without_adapter,
 )
-from llmconv.convert.formats import Format
+from llmconv.convert.formats import AdapterFormat, Format
 from llmconv.convert.formats.megatron.format import FORMAT as megatron
 from llmconv.convert.formats.megatron.save_folder import is_megatron_distributed
 from llmconv.convert.formats.verl.ranks import join_ranks
@@ -42,10 +42,13 @@ from llmconv.model_code import AUTO_MAP
 from llmconv.not_a_model_folder import training_files_in
 from llmconv.tensors import LazyTensor
 
+if TYPE_CHECKING:
+    from llmconv.convert.adapters.adapter import Adapter
+
 STEP = re.compile(r"global_step_(\d{1,12})")
 ROLES = ("actor", "policy")  # the folder of the model that is trained, in that of a step; SkyRL calls it `policy`
 POINTERS = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt")  # verl's and SkyRL's
-META = "lora_train_meta.json"
+META, LORA = "lora_train_meta.json", "lora_adapter"
 HUGGING_FACE = "huggingface"
 MEGATRON = "dist_ckpt"  # a distributed checkpoint of Megatron core, of a run with that backend
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -258,7 +261,7 @@ def _adapter_config(save: Save, names: Iterable[str]) -> dict[str, Any] | None:
     """
     meta = read_json(save.folder / META) if (save.folder / META).is_file() else {}
     rank, alpha = meta.get("r"), meta.get("lora_alpha")
-    if (file := save.folder / "lora_adapter" / ADAPTER_CONFIG).is_file():
+    if (file := save.folder / LORA / ADAPTER_CONFIG).is_file():
         config = read_json(file)
         for key in ("r", "lora_alpha"):
             if meta and meta.get(key, config.get(key)) != config.get(key):
@@ -305,4 +308,39 @@ FORMAT = Format(
     "format `megatron` reads, of runs with that backend",
     options=("drop", *OPTIONS, OPTION),
     peek=_peek,
+)
+
+
+def _open_adapter(path: Path, base: Checkpoint, alpha: float | None) -> Adapter:
+    """The LoRA adapter of a run: PEFT's files in `lora_adapter`, else the factors that the ranks saved.
+
+    Raises InputRefused: the run has none; UnsupportedInput, MalformedInput: an unknown scale, or lacking factors.
+    """
+    from llmconv.convert.adapters.peft_file import WEIGHTS, open_adapter  # noqa: PLC0415 - `to-hf` merges runs by itself
+    from llmconv.convert.peft_runs import find_adapter  # noqa: PLC0415
+
+    folder = path.parent if path.is_file() else path if _is_pruned(path) else _newest(path)
+    inner = folder / LORA
+    if (inner / ADAPTER_CONFIG).is_file() and any((inner / name).is_file() for name in WEIGHTS):
+        return open_adapter(inner, alpha)
+    whole = InputRefused(
+        f"`{path}` is a training run (`{FORMAT.name}`) without a LoRA adapter",
+        hint=f"convert its model: `llmconv to-hf {path} -o OUT`",
+    )
+    if _holds_megatron(folder) and not _holds_ranks(folder):
+        raise whole
+    save = open_save(folder)
+    state = _state(save)
+    if not any(".lora_" in name for name in state.state):
+        raise whole
+    stored = _adapter_config(save, state.state) or {}
+    run = find_adapter(stored, select(state.state, state.tensor, save.folder.name, []), save.folder)
+    settings = inner / ADAPTER_CONFIG if (inner / ADAPTER_CONFIG).is_file() else folder / META
+    return replace(run.opened(alpha), weights=(*save.files.values(),), settings=settings)
+
+
+ADAPTER = AdapterFormat(
+    "verl, SkyRL or EasyR1 (a run's folder of `model_world_size_N_rank_R.pt`)",
+    _detect,
+    _open_adapter,
 )

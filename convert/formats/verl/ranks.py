@@ -27,6 +27,7 @@ from llmconv.files.torch_reader import TorchFile, open_torch_blob
 from llmconv.tensors import BY_NAME, DType, LazyTensor
 
 REBUILT = "torch._utils._rebuild_wrapper_subclass"
+EARLY = "torch.distributed._tensor."  # the package of DTensor before torch 2.5
 AXES = 32  # most sizes in the layout of a mesh, those of flattened dims included
 AGAIN = "copy the files of all ranks again, from one save"
 Sizes = tuple[int, ...]
@@ -221,6 +222,12 @@ class _RankFile:
                 )
             order.insert(before, axis)
             strided = strided or kind == "_StridedShard"
+        if any(sum(mesh.sizes[axis] > 1 for axis in order) > 1 for order in orders.values()) and _is_early(placements):
+            raise UnsupportedInput(
+                f"{shown(name)} in `{self.path.name}` is sharded twice along one dim by a torch before 2.5, whose "
+                "files have the same placements in either order",
+                hint="save a full state dict where it was trained, or load and save the run with torch 2.5 or later",
+            )
         return orders if strided else self.ordered(name, orders, spec.get("shard_order"))
 
     def ordered(self, name: str, orders: dict[int, list[int]], stored: Any) -> dict[int, list[int]]:
@@ -331,6 +338,15 @@ def _kind(value: Any) -> str:
     """The class of torch's that a stub stands for, without its module; empty for anything else."""
     known = isinstance(value, Stub) and isinstance(value.function, Global)
     return value.function.name if known and value.function.module.startswith("torch.distributed.") else ""
+
+
+def _is_early(placements: Sequence[Any]) -> bool:
+    """Whether a torch before 2.5 wrote the placements, whose `fully_shard` has no `_StridedShard`.
+
+    Over tensor parallelism it splits what that left, and calls it (Shard, Shard), as DTensor (and FSDP1) call the other
+    order (torch 2.4, `_composable/fsdp/_fsdp_param.py` and `_tensor/_redistribute.py`).
+    """
+    return any(isinstance(one, Stub) and str(one.function).startswith(EARLY) for one in placements)
 
 
 def _attributes(state: Any) -> dict[Any, Any]:

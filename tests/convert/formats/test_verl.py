@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from llmconv.cli import main
-from llmconv.convert import to_hf
+from llmconv.convert import merge_lora, to_hf
 from llmconv.convert.formats import formats
 from llmconv.convert.formats.verl.ranks import join_ranks
 from llmconv.convert.inspection import inspect
@@ -433,16 +433,25 @@ class Rebuilt:
         return rebuild, (inner, arguments[0], arguments, state)
 
 
-OLD = "torch.distributed._tensor"
+OLD, LATER = "torch.distributed._tensor", "torch.distributed.tensor"
+OF_OLD = {
+    OLD + ".api": ["DTensor"],
+    OLD + ".placement_types": ["Shard", "Replicate", "_Partial", "InterleavedShard", "DTensorSpec"],
+}
+OF_LATER = {  # torch 2.5 to 2.9
+    LATER + "._api": ["DTensor"],
+    LATER + ".placement_types": ["Shard", "Replicate", "_StridedShard"],
+    LATER + "._dtensor_spec": ["DTensorSpec"],
+}
 
 
 @pytest.fixture
-def old_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """`save(file, local, shape, ranks, placements)` writes one DTensor with the classes and fields of torch 2.2."""
-    names = {
-        OLD + ".api": ["DTensor"],
-        OLD + ".placement_types": ["Shard", "Replicate", "_Partial", "InterleavedShard", "DTensorSpec"],
-    }
+def old_torch(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Callable[..., None]]:
+    """`save(file, local, shape, ranks, placements)` writes one DTensor with the classes and fields of torch 2.2.
+
+    A parameter gives the classes of another torch, by module.
+    """
+    names = getattr(request, "param", OF_OLD)
     kinds: dict[str, type] = {}
     for module, classes in names.items():
         made = types.ModuleType(module)
@@ -494,6 +503,52 @@ def test_the_classes_of_old_torch_are_found_by_name(old_torch: Callable[..., Non
     assert join_ranks("x", two(tmp_path))["a.weight"].read().tolist() == WHOLE.tolist()
 
 
+# attributes of meshes that torch pickles besides the ranks, with what they hold there
+IN_2_4: dict[str, Any] = {"_flatten_mesh_list": (0, 1), "_parent_mesh": None, "_thread_id": 7, "_hash": 5}
+IN_2_4 |= {"_dim_group_infos": [("tag", [0, 1], "2")]}
+IN_2_8 = {"_flatten_mesh_list": (0, 1), "_thread_id": None, "_dim_group_names": ["2"], "_hash": None}
+
+
+@pytest.mark.parametrize(
+    ("old_torch", "more"), [(OF_OLD, IN_2_4), (OF_LATER, IN_2_8)], ids=["2.4", "2.8"], indirect=["old_torch"]
+)
+def test_the_classes_of_each_torch_are_found(
+    old_torch: Callable[..., None], more: dict[str, Any], tmp_path: Path
+) -> None:
+    for rank, file in two(tmp_path).items():
+        local = WHOLE[:3].clone() if rank == 0 else WHOLE[3:].clone()
+        old_torch(file, local, (5, 2), torch.tensor([0, 1], dtype=torch.int32), [SHARD], **more)
+    assert join_ranks("x", two(tmp_path))["a.weight"].read().tolist() == WHOLE.tolist()
+
+
+@pytest.mark.parametrize("old_torch", [OF_LATER], ids=["2.6"], indirect=True)
+def test_sharding_on_top_of_tensor_parallelism_is_put_in_its_order(
+    old_torch: Callable[..., None], tmp_path: Path
+) -> None:
+    whole, files = torch.arange(24.0).reshape(8, 3), {}
+    for rank in range(4):
+        data, tensor = divmod(rank, 2)
+        file = files[rank] = tmp_path / f"model_world_size_4_rank_{rank}.pt"
+        local = whole.chunk(2)[tensor].chunk(2)[data].clone()
+        placements = [("_StridedShard", {"dim": 0, "split_factor": 2}), SHARD]
+        old_torch(file, local, (8, 3), torch.arange(4).reshape(2, 2), placements)
+    assert join_ranks("x", files)["a.weight"].read().tolist() == whole.tolist()
+
+
+def test_tensors_that_old_torch_split_twice_along_a_dim_are_refused(
+    old_torch: Callable[..., None], tmp_path: Path
+) -> None:
+    files = {rank: tmp_path / f"model_world_size_4_rank_{rank}.pt" for rank in range(4)}
+    for rank, file in files.items():
+        local, ranks = torch.full((2, 3), float(rank)), torch.arange(4).reshape(2, 2)
+        old_torch(file, local, (8, 3), ranks, [SHARD, SHARD], _coordinate_on_dim=[rank // 2, rank % 2])
+    with pytest.raises(UnsupportedInput, match=r"sharded twice along one dim by a torch before 2\.5"):
+        join_ranks("x", files)
+    for file in files.values():  # of a replicated or single dim there is one order
+        old_torch(file, WHOLE.clone(), (5, 2), torch.arange(4).reshape(4, 1), [("Replicate", {}), SHARD])
+    assert join_ranks("x", files)["a.weight"].read().tolist() == WHOLE.tolist()
+
+
 PAIR = torch.tensor([0, 1])
 
 
@@ -535,3 +590,27 @@ def test_pieces_that_overlap_are_refused(old_torch: Callable[..., None], tmp_pat
     old_torch(two(tmp_path)[1], WHOLE[:3].clone(), (5, 2), torch.tensor([1, 0]), [SHARD])
     with pytest.raises(MalformedInput, match="overlap, leave a gap"):
         join_ranks("x", two(tmp_path))
+
+
+@pytest.mark.parametrize("above", [0, 2])
+@pytest.mark.parametrize("own_files", [False, True])
+def test_the_adapter_of_a_run_is_merged_into_a_given_base(own_files: bool, above: int, tmp_path: Path) -> None:
+    actor = Path(shutil.copytree(FIXTURES / "lora", tmp_path / "run/global_step_20/actor"))
+    to_hf(actor, tmp_path / "whole")
+    to_hf(actor, tmp_path / "apart", adapter="split")
+    if own_files:
+        shutil.move(tmp_path / "apart/adapter", actor / "lora_adapter")
+        (actor / "lora_train_meta.json").unlink()
+        next(actor.glob("model_world_size_2_rank_1.pt")).unlink()  # which are not read then
+    else:
+        shutil.rmtree(tmp_path / "apart/adapter")
+    merge_lora(tmp_path / "apart", [actor.parents[above - 1] if above else actor], tmp_path / "merged")
+    found, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "whole"))
+    assert digests(found) == digests(wanted)
+
+
+def test_a_run_without_an_adapter_is_not_one(run: Path, tmp_path: Path) -> None:
+    to_hf(run, tmp_path / "base")
+    with pytest.raises(InputRefused, match=r"training run \(`verl`\) without a LoRA adapter") as refused:
+        merge_lora(tmp_path / "base", [run.parent], tmp_path / "out")
+    assert refused.value.hint == f"convert its model: `llmconv to-hf {run.parent} -o OUT`"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,10 +22,12 @@ from llmconv.export import export, quantize
 from llmconv.export.export_options import DEFAULTS
 from llmconv.export.quantization.activation_aware import SampledMatrix, least_error, measure_activation_aware
 from llmconv.export.quantization.block_rounding import NONE, BlockFormat
+from llmconv.export.quantization.quantized_tensor import OUTPUTS
 from llmconv.export.quantization.settings import QuantizationSettings
 from llmconv.export.quantization.smoothing import Smoothing
 from llmconv.tensors import BY_NAME, Array
 from llmconv.verify import verify
+from tests.builders.safetensors import change_tensor
 from tests.export.quantization.test_smoothing import (
     FIRST,
     GATE,
@@ -131,6 +134,24 @@ def test_all_products_behind_a_norm_have_its_factors(stored: dict[str, Array]) -
 
 
 @pytest.mark.slow
+def test_rows_of_a_gated_matrix_are_divided_by_the_factors_behind_it(model: Path, tmp_path: Path) -> None:
+    loud = Path(shutil.copytree(model, tmp_path / "loud"))
+    up, down = (f"model.layers.1.mlp.{name}_proj.weight" for name in ("up", "down"))
+
+    def louder(rows: Array) -> Array:
+        return rows * np.where(np.arange(len(rows)) % 9, 1, 30)[:, None]
+
+    change_tensor(loud / "model.safetensors", up, louder)
+    stored = load_file(exported(loud, tmp_path / "out") / "quantized.safetensors")
+    factors = stored[down + SMOOTHING]
+    assert np.array_equal(stored[up + OUTPUTS], 1 / factors[:, None]) and (factors[::9] > np.median(factors)).all()
+    assert not any(name.endswith(OUTPUTS) and "up_proj" not in name for name in stored)
+    assert verify(tmp_path / "out", reference=loud, scenario=FIRST).verdict == "pass"
+    broken = damaged(tmp_path / "out", tmp_path / "broken", up + OUTPUTS, partial(doubled, at=5))
+    assert up in failures(verify(broken, reference=loud, scenario=FIRST))
+
+
+@pytest.mark.slow
 def test_two_exports_are_equal_whatever_the_number_of_threads(model: Path, folder: Path, tmp_path: Path) -> None:
     code = f"from tests.export.quantization.test_activation_aware import exported; exported({str(model)!r}, 'out')"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -155,13 +176,17 @@ def of_the_other_norm(found: Smoothing) -> Smoothing:
     return replace(found, norms={**found.norms, NORM: found.norms[OTHER]})
 
 
+def without_outputs(found: Smoothing) -> Smoothing:
+    return replace(found, outputs={})
+
+
 def with_one_product_less(found: Smoothing) -> Smoothing:
     return replace(found, matrices={name: factors for name, factors in found.matrices.items() if name != QUERY})
 
 
 @pytest.mark.one_row_in(3)
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [without_norms, of_the_other_norm, with_one_product_less])
+@pytest.mark.parametrize("fault", [without_norms, of_the_other_norm, with_one_product_less, without_outputs])
 def test_factors_that_do_not_cancel_fail_in_the_scenarios(
     fault: Callable[[Smoothing], Smoothing], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,7 +205,9 @@ def far_apart(found: Smoothing) -> Smoothing:
         flat = np.where(np.arange(factors.size) % 2, np.float32(1), np.float32(2**6)).astype(np.float32)
         return flat.reshape(factors.shape)
 
-    return Smoothing(*({name: worse(one) for name, one in kind.items()} for kind in (found.matrices, found.norms)))
+    outputs = {name: 1 / worse(1 / one) for name, one in found.outputs.items()}
+    matrices, norms = ({name: worse(one) for name, one in kind.items()} for kind in (found.matrices, found.norms))
+    return Smoothing(matrices, norms, outputs)
 
 
 def test_factors_that_cancel_but_cost_more_than_plain_rounding_fail(

@@ -341,7 +341,7 @@ def _rows(tensor: LazyTensor, index: int, start: int, stop: int) -> Array:
     return np.ascontiguousarray(tensor.rows(index, index + 1)[0, start:stop])
 
 
-FILES, SUFFIX = "quantized*.safetensors", ".smoothing"
+FILES, SUFFIX, OUTPUTS = "quantized*.safetensors", ".smoothing", ".smoothing_outputs"
 FLOAT32 = BY_NAME["float32"]
 LARGEST = 64  # the largest exponent of a factor that float32 weights can be divided by and multiplied with
 MATRIX = 2
@@ -349,21 +349,29 @@ MATRIX = 2
 
 @dataclass(frozen=True)
 class StoredSmoothing:
-    """The factors of a folder by name of the model's tensor: [K] of a norm or of a matrix [N, K], [K, 1] of [K, N]."""
+    """The factors of a folder by name of the model's tensor: [K] of a norm or of a matrix [N, K], [K, 1] of [K, N].
+
+    Those of the outputs of a matrix are [N, 1], or [N] of [K, N].
+    """
 
     factors: Mapping[str, LazyTensor] = field(default_factory=dict)
+    outputs: Mapping[str, LazyTensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: Path) -> StoredSmoothing:
         """The factors in the files of a folder; reads their headers. MalformedInput if a file is damaged."""
         tensors = {name: found for path in folder.glob(FILES) for name, found in read_header(path).tensors.items()}
-        return cls({name.removesuffix(SUFFIX): found for name, found in tensors.items() if name.endswith(SUFFIX)})
+        ends = (SUFFIX, OUTPUTS)
+        return cls(
+            *({name.removesuffix(end): one for name, one in tensors.items() if name.endswith(end)} for end in ends)
+        )
 
     def problems(self, reference: Mapping[str, LazyTensor]) -> list[str]:
-        return [f"`{name}{SUFFIX}` {problem}" for name in self.factors if (problem := self._problem(name, reference))]
+        every = [(SUFFIX, name, one) for name, one in self.factors.items()]
+        every += [(OUTPUTS, name, one) for name, one in self.outputs.items()]
+        return [f"`{name}{end}` {why}" for end, name, one in every if (why := self._problem(reference.get(name), one))]
 
-    def _problem(self, name: str, reference: Mapping[str, LazyTensor]) -> str:
-        tensor, stored = reference.get(name), self.factors[name]
+    def _problem(self, tensor: LazyTensor | None, stored: LazyTensor) -> str:
         if tensor is None or len(tensor.shape) not in (1, MATRIX):
             return "belongs to no vector or matrix of the model"
         shapes = [tensor.shape[-1:], *([(tensor.shape[0], 1)] if len(tensor.shape) == MATRIX else [])]
@@ -385,11 +393,17 @@ class StoredSmoothing:
 
     def applied(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         """The tensors that codes and norms of the folder are made of: matrices times factors, norms divided by them."""
-        return self._changed(tensors, lambda tensor: np.multiply if len(tensor.shape) == MATRIX else np.divide)
+        scaled = self._changed(tensors, lambda tensor: np.multiply if len(tensor.shape) == MATRIX else np.divide)
+        return scaled | {
+            name: _scaled(scaled[name], one.read(), np.multiply) for name, one in self.outputs.items() if name in scaled
+        }
 
     def undone(self, tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
         """The exact inverse of `applied`, also for matrices of codes in place of its results."""
-        return self._changed(tensors, lambda tensor: np.divide if len(tensor.shape) == MATRIX else np.multiply)
+        plain = self._changed(tensors, lambda tensor: np.divide if len(tensor.shape) == MATRIX else np.multiply)
+        return plain | {
+            name: _scaled(plain[name], one.read(), np.divide) for name, one in self.outputs.items() if name in plain
+        }
 
     def _changed(
         self, tensors: Mapping[str, LazyTensor], operation: Callable[[LazyTensor], np.ufunc]
