@@ -300,6 +300,7 @@ class PiecedGraph(OrtGraph):
             split_products(model, piece_bytes)
         self._pieces = [piece for model in self._session.models for piece in cut_graph(model, piece_bytes)]
         self._limit = piece_bytes
+        self._dependent = frozenset[str]().union(*map(dependent_values, self._session.models))
         self._present_of = {past_of(name): name for name in self.present_names}
 
     def _connect(self, paths: Sequence[Path], settings: SessionSettings) -> Any:
@@ -327,12 +328,19 @@ class PiecedGraph(OrtGraph):
     def _run_piece(
         self, piece: GraphPiece, calls: Sequence[PlannedCall], values: list[Values], types: ValueTypes
     ) -> None:
-        """Adds the outputs of a piece to the values of every call; the session is closed afterwards."""
+        """Adds the outputs of a piece to the values of every call; the session is closed afterwards.
+
+        What weights alone decide, such as a dequantized block of the head, is computed once for all calls.
+        """
         session = open_piece(piece, types, self._folder, self._settings, self._limit)
         types |= {arg.name: (arg.type, arg.shape) for arg in session.get_outputs()}
+        is_fixed = self._dependent.isdisjoint(piece.outputs)
+        made: Values = {}
         for call, mine in zip(calls, values, strict=True):
-            feeds = {name: self._input(name, piece, call, mine, values) for name in piece.inputs}
-            mine |= zip(piece.outputs, session.run_with_ort_values(piece.outputs, feeds), strict=True)
+            if not (is_fixed and made):
+                feeds = {name: self._input(name, piece, call, mine, values) for name in piece.inputs}
+                made = dict(zip(piece.outputs, session.run_with_ort_values(piece.outputs, feeds), strict=True))
+            mine |= made
 
     def _inputs(self, call: PlannedCall) -> Values:
         """The inputs of a call: tokens, mask and positions, and the past if it exists already."""
@@ -364,6 +372,22 @@ class PiecedGraph(OrtGraph):
         length = max(lengths, default=call.attention_mask.shape[1])
         present = OrtCache(self.present_names, [values[name] for name in self.present_names], length)
         return step_of(self.result_names, [values[name].numpy() for name in self.result_names], present)
+
+
+def dependent_values(model: onnx.ModelProto) -> set[str]:
+    """The values of a graph that depend on its inputs; those of nodes with a graph inside may.
+
+    An integer times 0 does not, with which graphs keep onnxruntime from computing weights when a session opens.
+    """
+    found, zeros = {port.name for port in model.graph.input}, set[str]()
+    for node in model.graph.node:
+        if node.op_type == "Constant" and node.attribute[0].t.data_type == TensorProto.INT64:
+            zeros |= set() if np.any(onnx.numpy_helper.to_array(node.attribute[0].t)) else set(node.output)
+        elif node.op_type == "Mul" and not zeros.isdisjoint(node.input):
+            continue
+        if not found.isdisjoint(node.input) or any(attribute.HasField("g") for attribute in node.attribute):
+            found.update(node.output)
+    return found
 
 
 class PiecedRunner(OrtRunner):

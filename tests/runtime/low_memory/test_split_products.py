@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 from safetensors.torch import save_file
 
 from llmconv.files.safetensors_file import read_header
-from llmconv.runtime.low_memory.pieced_graph import split_products
+from llmconv.runtime.low_memory.pieced_graph import dependent_values, split_products
 from llmconv.tensors import Array
 
 ROWS, COLUMNS = 11, 8
@@ -71,3 +71,23 @@ def test_other_products_stay_whole(options: dict[str, int], tmp_path: Path) -> N
     before = model.SerializeToString(deterministic=True)
     split_products(model, options.get("limit", LIMIT))
     assert model.SerializeToString(deterministic=True) == before
+
+
+def test_a_block_that_no_input_decides_is_computed_once_for_all_calls() -> None:
+    """The head of 8 B in 8 bits was dequantized for each of 64 calls, and all of these were held: 8 GB."""
+    made = onnx.parser.parse_graph(
+        """
+        g (float[N, 4] x, int64[M] at) => (float[N, R] y, float[M, 4] z)
+        <float[6, 4] w, int64[1] zero = {0}, int64[3] places = {0, 1, 2}> {
+            nothing = Constant <value: tensor = int64 {0}> ()
+            size = Size (x)
+            none = Mul (size, nothing)
+            indices = Add (places, none)
+            block = Gather (w, indices)
+            turned = Transpose <perm = [1, 0]> (block)
+            y = MatMul (x, turned)
+            z = Gather (w, at)
+        }
+        """
+    )
+    assert dependent_values(onnx.helper.make_model(made)) == {"x", "at", "size", "y", "z"}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,6 +95,29 @@ def _forms_in(values: Array, dtype: np.dtype[Any]) -> Iterator[tuple[str, Array]
         yield "plus one", (values + values.dtype.type(1)).astype(dtype)
 
 
+def _digests(
+    tensor: LazyTensor, dtypes: Iterable[np.dtype[Any]], shapes: Collection[tuple[int, ...]]
+) -> Iterator[tuple[str, np.dtype[Any], tuple[int, ...], str]]:
+    """Form, dtype, shape and digest of a tensor in the forms that have one of these shapes.
+
+    A matrix is read a block of rows at a time, unless its transpose has such a shape, too.
+    """
+    if tensor.shape in shapes and len(tensor.shape) > 1:
+        hashes = {dtype: hashlib.sha256() for dtype in dtypes}
+        for start, stop in tensor.blocks():
+            rows = tensor.rows(start, stop)
+            for dtype, made in hashes.items():
+                made.update(_bytes(rows.astype(dtype, copy=False)))
+        yield from (("", dtype, tensor.shape, made.hexdigest()) for dtype, made in hashes.items())
+        if (*tensor.shape[:-2], *tensor.shape[:-3:-1]) not in shapes:
+            return
+    values = tensor.read()
+    for dtype in dtypes:
+        for form, changed in _forms_in(values, dtype):
+            if changed.shape in shapes:
+                yield form, changed.dtype, changed.shape, digest(changed)
+
+
 def match_contents(contents: Mapping[str, InitializerContent], reference: Mapping[str, LazyTensor]) -> None:
     """Finds every tensor of the model among the initializers and adds it there; both are given by name."""
     by_digest: dict[tuple[str, tuple[int, ...]], list[tuple[str, InitializerContent]]] = defaultdict(list)
@@ -104,10 +127,9 @@ def match_contents(contents: Mapping[str, InitializerContent], reference: Mappin
     for name, tensor in _floats(reference):
         if not shapes & {tensor.shape, (*tensor.shape[:-2], *tensor.shape[:-3:-1])}:
             continue
-        values = tensor.read()
-        for form, made in (pair for dtype in dtypes for pair in _forms_in(values, dtype) if pair[1].shape in shapes):
-            for own, content in by_digest.get((digest(made), made.shape), []):
-                if content.dtype == made.dtype:
+        for form, dtype, shape, found in _digests(tensor, dtypes, shapes):
+            for own, content in by_digest.get((found, shape), []):
+                if content.dtype == dtype:
                     content.match(name, form, is_own=name == own)
     rest = [content for content in contents.values() if not content.whole and len(content.shape) <= 2]
     sizes = {(len(content.shape), size) for content in rest for size in content.shape}
@@ -167,7 +189,11 @@ def _keys(values: Array) -> Iterator[tuple[int, bytes]]:
 
 def digest(values: Array) -> str:
     """The sha256 of an array's bytes in row-major order."""
-    return hashlib.sha256(np.ascontiguousarray(values).view(np.uint8).data).hexdigest()
+    return hashlib.sha256(_bytes(values)).hexdigest()
+
+
+def _bytes(values: Array) -> memoryview:
+    return np.ascontiguousarray(values).view(np.uint8).data
 
 
 ROWS = 8  # number of compared rows
