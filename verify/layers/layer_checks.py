@@ -472,12 +472,15 @@ class GraphRun:
         values = {name: as_input(feeds[name], INPUT_DTYPES.get(types[name][0])) for name in part.inputs}
         model = part.build(types)
         split_products(model, PART_BYTES)
-        for piece in cut_graph(model, PART_BYTES):
+        pieces = cut_graph(model, PART_BYTES)
+        for at, piece in enumerate(pieces):
             session = open_piece(piece, types, self._folder, self._settings, PART_BYTES)
             types |= {arg.name: (arg.type, arg.shape) for arg in session.get_outputs()}
             read = {name: values[name] for name in piece.inputs}
             values |= zip(piece.outputs, session.run_with_ort_values(piece.outputs, read), strict=True)
             del session
+            later = {*part.outputs}.union(*(one.inputs for one in pieces[at + 1 :]))
+            values = {name: value for name, value in values.items() if name in later}
             trim()
         return {name: values[name].numpy() for name in part.outputs}
 

@@ -365,7 +365,8 @@ PART = 1 << 25
 def _float_product_of_codes(node: onnx.NodeProto) -> list[onnx.NodeProto]:
     """The product with `(code - zero point) * scale` in float32: `GatherBlockQuantized` gathers all rows of the codes.
 
-    Of a large matrix it gathers some rows at a time, in every run: indices that depend on an input are not folded.
+    Of a large matrix it gathers some rows at a time, in every run: indices that depend on an input are not folded, and
+    those that depend on the product before keep onnxruntime from gathering all rows before the first product.
     """
     fields, out, made = {"bits": 4, **attributes(node)}, node.output[0], list[onnx.NodeProto]()
     rows, columns, block, bits = (fields[name] for name in ("N", "K", "block_size", "bits"))
@@ -408,6 +409,8 @@ def _float_product_of_codes(node: onnx.NodeProto) -> list[onnx.NodeProto]:
         if columns < blocks * block:
             weights = add("Slice", weights, np.array([0]), np.array([columns]), np.array([1]))
         products.append(add("MatMul", node.input[0], add("Transpose", weights, perm=[1, 0])))
+        if start + step < rows:
+            nothing = add("Mul", add("Size", products[-1]), np.array(0))
     whole = add("Concat", *products, axis=-1) if len(products) > 1 else products[0]
     terms = [whole, bias] if bias else [whole]
     return [*made, helper.make_node("Add" if bias else "Identity", terms, [out], name=node.name)]
