@@ -286,7 +286,7 @@ def _explain_nested(folder: Path) -> LlmconvError | None:
 
     with suppress(PermissionError):
         below = [entry for depth in ("*", "*/*", "*/*/*", "*/*/*/*") for entry in sorted(folder.glob(depth))[:NESTED]]
-        kinds = (training_file_kind(f"{entry.name}.pt") for entry in below)  # an optimizer's folder is no model
+        kinds = (training_file_kind(f"{entry.name}.pt") for entry in below)  # the folder of an optimizer is not a model
         found = [entry for entry, kind in zip(below, kinds, strict=True) if not kind and is_folder(entry)]
         if found:
             inner = found[0].relative_to(folder).as_posix()

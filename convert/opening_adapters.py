@@ -125,7 +125,7 @@ def _with_all_weights(adapter: Adapter) -> Adapter:
 
 
 def _is_value_head(file: Path) -> bool:
-    """Whether a file has nothing but a value head, as the `pytorch_model.bin` that TRL saves next to an adapter."""
+    """Whether a file contains only a value head, as the `pytorch_model.bin` that TRL saves with an adapter."""
     try:
         found = read_tensors(file)
     except LlmconvError:

@@ -230,7 +230,10 @@ def fitted(scheme: Scheme, config: Mapping[str, Any]) -> Scheme:
 
 def released(scheme: Scheme) -> Scheme:
     """A scheme of MXFP4 in the form of gpt-oss, of which engines decide how activations are rounded."""
-    made: Callable[[Scheme, Weight], Parts] = lambda _, weight: stacked_floats(weight.name, weight.tensor)  # noqa: E731
+
+    def made(_: Scheme, weight: Weight) -> Parts:
+        return stacked_floats(weight.name, weight.tensor)
+
     return replace(scheme, format=RELEASED, activations=None, made=made)
 
 

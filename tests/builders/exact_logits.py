@@ -26,9 +26,9 @@ def exact_logits(graph: Path, model: Path, tokens: list[int]) -> Any:
     for node in content.graph.node:
         for attribute in (one for one in node.attribute if one.name == "accuracy_level"):
             attribute.i = 1
-    beside = graph.with_name(f"exact-{graph.name}")
-    onnx.save(content, beside)
-    session = ort.InferenceSession(beside)
+    copy = graph.with_name(f"exact-{graph.name}")  # in the folder of its weights
+    onnx.save(content, copy)
+    session = ort.InferenceSession(copy)
     feeds: dict[str, Any] = {"input_ids": np.array([tokens]), "attention_mask": np.ones((1, len(tokens)), np.int64)}
     for port in session.get_inputs():
         if port.name == "position_ids":

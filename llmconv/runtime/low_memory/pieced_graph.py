@@ -377,14 +377,16 @@ class PiecedGraph(OrtGraph):
 def dependent_values(model: onnx.ModelProto) -> set[str]:
     """The values of a graph that depend on its inputs; those of nodes with a graph inside may.
 
-    An integer times 0 does not, with which graphs keep onnxruntime from computing weights when a session opens.
+    The size of a value times 0 does not, with which graphs keep onnxruntime from computing weights when a session
+    opens. Of other values the product has their shape.
     """
-    found, zeros = {port.name for port in model.graph.input}, set[str]()
+    found, zeros, sizes = {port.name for port in model.graph.input}, set[str](), set[str]()
     for node in model.graph.node:
         if node.op_type == "Constant" and node.attribute[0].t.data_type == TensorProto.INT64:
             zeros |= set() if np.any(onnx.numpy_helper.to_array(node.attribute[0].t)) else set(node.output)
-        elif node.op_type == "Mul" and not zeros.isdisjoint(node.input):
+        elif node.op_type == "Mul" and not zeros.isdisjoint(node.input) and not sizes.isdisjoint(node.input):
             continue
+        sizes.update(node.output if node.op_type == "Size" else ())
         if not found.isdisjoint(node.input) or any(attribute.HasField("g") for attribute in node.attribute):
             found.update(node.output)
     return found

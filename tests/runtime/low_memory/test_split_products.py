@@ -77,7 +77,7 @@ def test_a_block_that_no_input_decides_is_computed_once_for_all_calls() -> None:
     """The head of 8 B in 8 bits was dequantized for each of 64 calls, and all of these were held: 8 GB."""
     made = onnx.parser.parse_graph(
         """
-        g (float[N, 4] x, int64[M] at) => (float[N, R] y, float[M, 4] z)
+        g (float[N, 4] x, int64[M] at) => (float[N, R] y, float[M, 4] z, int64[M] zeros)
         <float[6, 4] w, int64[1] zero = {0}, int64[3] places = {0, 1, 2}> {
             nothing = Constant <value: tensor = int64 {0}> ()
             size = Size (x)
@@ -87,7 +87,8 @@ def test_a_block_that_no_input_decides_is_computed_once_for_all_calls() -> None:
             turned = Transpose <perm = [1, 0]> (block)
             y = MatMul (x, turned)
             z = Gather (w, at)
+            zeros = Mul (at, nothing)
         }
         """
     )
-    assert dependent_values(onnx.helper.make_model(made)) == {"x", "at", "size", "y", "z"}
+    assert dependent_values(onnx.helper.make_model(made)) == {"x", "at", "size", "y", "z", "zeros"}

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import onnxruntime as ort
 import pytest
 
 from benchmarks import environments
@@ -24,6 +25,7 @@ from llmconv.export import export
 from llmconv.verify import Report, verify
 from tests.export.test_openvino import openvino_problem
 from tests.verify.clients.test_browser import webgpu_problem
+from tools.clients import no_adapter
 from tools.marked_page import MarkedPage
 from tools.tiny_models import depth, save_tiny
 
@@ -94,31 +96,42 @@ def on_openvino(out: Path, model: Path, options: dict[str, Any]) -> str:
     return openvino_problem(out, model, 0.05 if "precision" in options else 1e-4)
 
 
+def pinned(package: str) -> str:
+    """Name and version of a package in the environments of `make clients`."""
+    pip = [one for steps in environments.ENVIRONMENTS.values() for step in steps for one in step]
+    given = [*pip, *(one for packages in environments.NODE.values() for one in packages)]
+    return next(
+        f"{package} {one[len(package) :].lstrip('=@')}"
+        for one in given
+        if one.startswith((f"{package}==", f"{package}@"))
+    )
+
+
 PAIR: dict[str, Any] = {"prefill": True, "incremental": True}
 ROWS: dict[str, tuple[str, Judge, dict[str, Any], tuple[str, ...]]] = {
-    "onnxruntime, CPU": ("onnxruntime 1.31.1", on_cpu, PAIR, ()),
-    "onnxruntime, WebGPU": ("onnxruntime-webgpu 1.27.0", on_webgpu, PAIR, ("webgpu",)),
+    "onnxruntime, CPU": (f"onnxruntime {ort.__version__}", on_cpu, PAIR, ()),
+    "onnxruntime, WebGPU": (pinned("onnxruntime-webgpu"), on_webgpu, PAIR, ("webgpu",)),
     "onnxruntime, WebGPU, `--target ort-webgpu`": (
-        "onnxruntime-webgpu 1.27.0",
+        pinned("onnxruntime-webgpu"),
         on_webgpu,
         {**PAIR, "target": "ort-webgpu"},
         ("webgpu",),
     ),
-    "ONNX Runtime GenAI": ("onnxruntime-genai 0.18.0", of_client("genai"), {"layout": "genai"}, ("genai",)),
-    "optimum": ("optimum-onnx 0.1.0", of_client("optimum"), {"layout": "optimum"}, ("optimum",)),
+    "ONNX Runtime GenAI": (pinned("onnxruntime-genai"), of_client("genai"), {"layout": "genai"}, ("genai",)),
+    "optimum": (pinned("optimum-onnx"), of_client("optimum"), {"layout": "optimum"}, ("optimum",)),
     "transformers.js, Node": (
-        "4.3.1",
+        pinned("@huggingface/transformers"),
         of_client("transformersjs"),
         {"layout": "transformersjs"},
         ("transformersjs",),
     ),
     "transformers.js, WebGPU": (
-        "4.3.1, Chromium 147",
+        f"{pinned('@huggingface/transformers')}, {pinned('@sparticuz/chromium')}",
         in_chromium,
         {"layout": "transformersjs"},
         ("transformersjs", "chromium"),
     ),
-    "OpenVINO, CPU, `--opset 21`": ("2026.4.1", on_openvino, {**PAIR, "opset": 21}, ("openvino",)),
+    "OpenVINO, CPU, `--opset 21`": (pinned("openvino"), on_openvino, {**PAIR, "opset": 21}, ("openvino",)),
 }
 """Runtime to its version, what judges it, the options that it always has, and its environments."""
 
@@ -165,6 +178,8 @@ def test_a_cell_says_what_the_runtime_does(row: str, column: str, models: dict[s
     _, judge, always, needs = ROWS[row]
     if missing := [name for name in needs if not (ROOT / environments.folder(name) / "complete").exists()]:
         pytest.skip(f"`make clients` makes {missing}")
+    if "webgpu" in needs and (problem := no_adapter(ROOT / environments.folder("webgpu"))):
+        pytest.skip(f"no adapter of WebGPU: {problem}")
     wrong: dict[str, str] = {}
     for family, model in models.items():
         out = tmp_path / family / "out"
