@@ -357,7 +357,7 @@ INDEX = "quantized.safetensors.index.json"
 CODES, ZEROS = ".codes", ".zeros"
 # Suffixes of the tensors that are stored instead of a weight, or with it
 PARTS = (CODES, ".scales", ZEROS, ".smoothing", ".order")
-PRESETS = {"int8": 32, "int4": 32, "int4-mixed": 32, "int4-small": 128, "a8w8": 32}
+PRESETS = {"int8": 32, "int4": 64, "int4-mixed": 32, "int4-small": 128, "a8w8": 32}
 """Default block sizes by preset; other names are of methods, whose blocks are those of the model."""
 
 

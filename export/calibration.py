@@ -24,6 +24,7 @@ from llmconv.export.graph_spec import GROWING, all_fixed
 from llmconv.export.language_model import LanguageModel
 from llmconv.export.quantization.calibration import TextRun, largest_of
 from llmconv.export.quantization.selection import ActivationRange
+from llmconv.export.quantization.settings import BRIEF
 from llmconv.export.quantization.smoothing import Smoothing
 from llmconv.export.rewrite.fused_operators import fuse_rotary
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, producer
@@ -49,8 +50,23 @@ def calibration_of(
             "a text runs through weights of floats, and those of this model are quantized",
             hint="leave out `--calibrate` and `--kv-cache`",
         )
+    most = LONG if given["method"] == "gptq" else TOKENS
+    return text_run(language_model, checkpoint, graphs, text, most, trust_remote_code=given["trust_remote_code"])
+
+
+SEARCH = "give `--method search`"
+
+
+def brief_run(
+    language_model: LanguageModel, checkpoint: Checkpoint, graphs: Mapping[str, TracedGraph], given: ExportOptions
+) -> TextRun:
+    """The first tokens of llmconv's own text; raises InputRefused or UnsupportedInput if the model cannot run them."""
+    if any(graph.spec.task for graph in graphs.values()) or language_model.embeddings:
+        raise UnsupportedInput("its graphs do not continue a text", hint=SEARCH)
+    if any(not isinstance(tensor, Mapped) for tensor in checkpoint.values()):
+        raise UnsupportedInput("its weights are not all in files", hint=SEARCH)
     trusted = given["trust_remote_code"]
-    return text_run(language_model, checkpoint, graphs, text, given["method"], trust_remote_code=trusted)
+    return text_run(language_model, checkpoint, graphs, CalibrationText.shipped(), BRIEF, trust_remote_code=trusted)
 
 
 def text_run(
@@ -58,12 +74,11 @@ def text_run(
     checkpoint: Checkpoint,
     graphs: Mapping[str, TracedGraph],
     text: CalibrationText,
-    method: str | None,
+    most: int,
     *,
     trust_remote_code: bool = False,
 ) -> TextRun:
-    """A text for the codes of a `method`, in the float32 graph with a growing cache; traced unless in `graphs`."""
-    most = LONG if method == "gptq" else TOKENS
+    """`most` tokens of a text, in the float32 graph with a growing cache; traced unless in `graphs`."""
     limit = context_length(checkpoint.path)
     texts = text.tokens(checkpoint.path, limit, trust_remote_code=trust_remote_code, most=most)
     fixed = all_fixed(language_model.extra_inputs, "a calibration", "--calibrate")

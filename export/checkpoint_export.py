@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -169,9 +170,12 @@ def _make(
         scales = cache_scales(calibration) if calibration and given["kv_cache"] else None
     quantized: dict[str, QuantizedWeight] = {}
     if formats := plan.options.quantization:
-        from llmconv.export.quantize import quantize  # noqa: PLC0415 - most exports are of floats
+        from llmconv.export.calibration import brief_run  # noqa: PLC0415 - most exports are of floats
+        from llmconv.export.quantize import chosen_codes  # noqa: PLC0415 - as above
 
-        quantized, folder = quantize(pairs, formats, calibration, folder, given)
+        runs = calibration, partial(brief_run, language_model, checkpoint, graphs, given)
+        quantized, folder, formats = chosen_codes(pairs, formats, runs, folder, given)
+        plan = replace(plan, options=replace(plan.options, quantization=formats))
         folder.check(plan)
         weights = folder.weights()
     files = plan.make(graphs, weights, file_tensors(checkpoint), quantized, matches, scales)

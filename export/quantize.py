@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import gettempdir
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.errors import UsageProblem
+from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export.calibration import measure_ranges, require_one_input
 from llmconv.export.export_options import ExportOptions
 from llmconv.export.folders import OutputFolder
 from llmconv.export.quantization.activation_aware import measure_activation_aware
 from llmconv.export.quantization.block_rounding import ColumnFormat
-from llmconv.export.quantization.calibration import TextRun, column_importance
+from llmconv.export.quantization.calibration import TextRun, column_importance, column_sums
 from llmconv.export.quantization.products import grouped
 from llmconv.export.quantization.quantized_tensor import Scratch
 from llmconv.export.quantization.selection import QuantizedWeight, StoredFormats, select
 from llmconv.export.quantization.sequential_rounding import round_sequentially
-from llmconv.export.quantization.settings import QuantizationSettings
+from llmconv.export.quantization.settings import COLUMNS, QuantizationSettings
 from llmconv.export.quantization.smoothing import Graphs, Smoothing, coded, measure_smoothing
 from llmconv.files.paths import local_only
-from llmconv.progress import warn
+from llmconv.progress import say, warn
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 
 
@@ -46,6 +47,27 @@ def with_plain_weights(
     return found.plain, settings or formats
 
 
+def chosen_codes(
+    pairs: Graphs,
+    formats: QuantizationSettings | StoredFormats,
+    runs: tuple[TextRun | None, Callable[[], TextRun]],
+    folder: OutputFolder,
+    given: ExportOptions,
+) -> tuple[dict[str, QuantizedWeight], OutputFolder, QuantizationSettings | StoredFormats]:
+    """As `quantize`, and the formats, which are by weights alone where the model cannot run llmconv's own text.
+
+    `runs` are the text that was asked for, and what makes the run of llmconv's own.
+    """
+    asked, own = runs
+    if isinstance(formats, QuantizationSettings) and formats.brief:
+        try:
+            return *quantize(pairs, formats, None if given["dry_run"] else own(), folder, given), formats
+        except InputRefused as error:
+            say(f"codes are chosen by the weights alone (`--method search`): {error}")
+            formats = formats.by_weights_alone()
+    return *quantize(pairs, formats, asked, folder, given), formats
+
+
 def quantize(
     pairs: Graphs,
     formats: QuantizationSettings | StoredFormats,
@@ -63,15 +85,17 @@ def quantize(
         return quantized, folder.quantized(quantized, {}, Smoothing())
     if given["static_activations"]:
         require_one_input(calibration, coded(quantized, ColumnFormat))
-    importance = column_importance(calibration) if any(one.is_searched for one in quantized.values()) else {}
-    if given["method"] == "awq":
-        smoothing = measure_activation_aware(pairs, quantized, importance, calibration)
+    columns = column_sums(calibration) if any(one.is_searched for one in quantized.values()) else {}
+    importance = column_importance(calibration, columns)
+    if formats.method in ("awq", COLUMNS):
+        known = columns if formats.method == COLUMNS else None
+        smoothing = measure_activation_aware(pairs, quantized, importance, calibration, known)
     else:
         smoothing = measure_smoothing(pairs, quantized, calibration)
     if given["static_activations"]:
         ranges = measure_ranges(calibration, coded(quantized, ColumnFormat), smoothing)
         quantized = {name: replace(weight, activation=ranges.get(name)) for name, weight in quantized.items()}
-    if given["method"] == "gptq" and not given["dry_run"]:
+    if formats.method == "gptq" and not given["dry_run"]:
         home = local_only(folder.place) or Path(gettempdir(), folder.place.name)
         with Scratch.beside(home) as scratch:  # the codes stay mapped after the file is closed
             codes = round_sequentially(calibration, quantized, scratch)

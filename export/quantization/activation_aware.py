@@ -4,7 +4,8 @@ Columns that are multiplied with large activations are scaled up before they are
 a gated unit the outputs of its other matrix) is divided by the same factors: `s = mean|x| ** alpha / sqrt(max * min)`
 of these powers (AWQ, Lin et al., arXiv:2306.00978, equation 4), rounded to powers of two, so that the model stays the
 same function. Of a grid of alphas, each group takes the one with the least error of its products on the text,
-`tr(D H D^T)` with `H = X^T X` and the rounding errors `D`.
+`tr(D H D^T)` with `H = X^T X` and the rounding errors `D`. `awq-columns` takes the diagonal of `H` alone, for which
+vectors are kept instead of matrices, and a few hundred tokens are enough (docs/quantization.md has what it costs).
 
 Values and the output of attention have no factors: with grouped heads they gain 0.7 % (SmolLM2-135M, groups of 128).
 """
@@ -51,20 +52,28 @@ class SampledMatrix:
     importance: Array  # of its columns, float32 [K]; empty if all count alike
 
     def error(self, factors: Array, products: Array) -> float:
-        """Squared error of products with X^T X float32 [K, K], if columns are multiplied with factors [K] first."""
+        """Squared error of products, if columns are multiplied with factors [K] first.
+
+        `products` is X^T X float32 [K, K], or its diagonal [1, K], as if columns did not depend on one another.
+        """
         weight = multiplied(in_memory(self.rows, FLOAT32), factors)
         importance = self.importance / factors**2 if self.importance.size else NONE
         made = QuantizedTensor("", weight, self.form, scale_dtype=self.scale_dtype, importance=importance)
         lost = made.values() / factors - self.rows
-        return self.share * float(np.sum((lost @ products) * lost, dtype=np.float64))
+        weighted = lost * products if len(products) == 1 else lost @ products
+        return self.share * float(np.sum(weighted * lost, dtype=np.float64))
 
 
 def measure_activation_aware(
-    graphs: Graphs, quantized: Mapping[str, QuantizedWeight], importance: Mapping[str, Array], run: TextRun
+    graphs: Graphs,
+    quantized: Mapping[str, QuantizedWeight],
+    importance: Mapping[str, Array],
+    run: TextRun,
+    columns: Mapping[str, Array] | None = None,
 ) -> Smoothing:
     """Factors of weights with which blocks of 4 bits lose less, and of the norms before them; reads weights once.
 
-    InputRefused if activations are not finite.
+    With the sums of `columns` on the text the text does not run again. InputRefused if activations are not finite.
     """
     every = smoothing_groups(graphs, coded(quantized, BlockFormat), gated=True)
     groups = [group for group in every if any(quantized[name].is_searched for name, _ in group.matrices)]
@@ -72,9 +81,12 @@ def measure_activation_aware(
         warn("AWQ does not fit this model (no norm can be divided): its codes are those of `--calibrate` alone")
         return Smoothing()
     by_name, tensors = {group.matrices[0][0]: group for group in groups}, run.tensors
-    inputs = run.reduced(_moments, by_name)
     found: list[tuple[SmoothingGroup, Array]] = []
-    for name, moments in _sums(inputs, len(run.texts)):
+    if columns is None:
+        inputs = _sums(run.reduced(_moments, by_name), len(run.texts))
+    else:
+        inputs = ((name, columns[name].astype(np.float32)) for name in by_name if name in columns)
+    for name, moments in inputs:
         group = by_name[name]
         require_finite(name, moments)
         candidates = _candidates(moments[-1], group, tensors, quantized[name].scale_dtype)
@@ -134,7 +146,7 @@ def sampled_matrix(tensor: LazyTensor, weight: QuantizedWeight, importance: Arra
 def least_error(candidates: Sequence[Array], matrices: Sequence[SampledMatrix], products: Array) -> Array:
     """Of candidates float32 [K], the factors with the least error of all products; of equal ones the first.
 
-    `products` is X^T X float32 [K, K] of the activations that all matrices are multiplied with.
+    `products` is X^T X float32 [K, K] of the activations that all matrices are multiplied with, or its diagonal [1, K].
     """
 
     def error(factors: Array) -> float:

@@ -136,16 +136,28 @@ class PieceOfText:
         state.update(kept)
 
 
-def column_importance(run: TextRun) -> dict[str, Array]:
-    """Importance by name of the stored tensor: float32 [K], or [experts, K] of a stack; around 1 on average."""
+def column_sums(run: TextRun) -> dict[str, Array]:
+    """Sums of the squares and of the magnitudes of each column that a matrix multiplies: label to float64 [2, K]."""
     sums: dict[str, Array] = {}
 
-    def sum_of_squares(editor: NodeEditor, values: ir.Value) -> ir.Value:
-        return editor.one("ReduceSumSquare", [values, integers(editor.graph, 0)], {"keepdims": 0})
+    def both(editor: NodeEditor, values: ir.Value) -> ir.Value:
+        axis = integers(editor.graph, 0)
+        squares = editor.one("ReduceSumSquare", [values, axis], {"keepdims": 0})
+        magnitudes = editor.one("ReduceSum", [editor.one("Abs", [values]), axis], {"keepdims": 0})
+        return editor.one("Concat", [squares, magnitudes], {"axis": 0})
 
-    for label, squares in run.reduced(sum_of_squares):
-        sums[label] = sums.get(label, 0) + squares.astype(np.float64)
-    return _by_tensor(sums, run.rows)
+    for label, found in run.reduced(both):
+        sums[label] = sums.get(label, 0) + found.astype(np.float64).reshape(2, -1)
+    return sums
+
+
+def column_importance(run: TextRun, sums: Mapping[str, Array] | None = None) -> dict[str, Array]:
+    """Importance by name of the stored tensor: float32 [K], or [experts, K] of a stack; around 1 on average.
+
+    `sums` are the `column_sums` if they are known.
+    """
+    known = column_sums(run) if sums is None else sums
+    return _by_tensor({label: found[0] for label, found in known.items()}, run.rows)
 
 
 def largest_of(found: Iterable[tuple[str, Array]]) -> dict[str, Array]:

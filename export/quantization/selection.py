@@ -169,15 +169,17 @@ def select(
     graphs: Sequence[tuple[TracedGraph, Mapping[str, WeightSource]]], settings: QuantizationSettings | StoredFormats
 ) -> dict[str, QuantizedWeight]:
     """The stored tensors to quantize, by name; InputRefused if the user's settings select none. Graphs are unbound."""
-    uses, found = [], dict[str, QuantizedWeight]()
+    uses, found = list[_Use](), dict[str, QuantizedWeight]()
     for traced, matches in graphs:
         least = settings.least_elements(sum(prod(match.shape) for match in matches.values()))
         every = [(parameter, *use) for parameter in matches for use in traced.weights[parameter].uses()]
-        for parameter, node, index in every:
-            uses.append(use := _use(parameter, matches[parameter], traced.weights[parameter], node, index))
+        mine = [_use(one, matches[one], traced.weights[one], node, index) for one, node, index in every]
+        looked_up = {name for use in mine if use.lookup for name in use.names}
+        uses += mine
+        for use in mine:
             # an embedding alone is not rounded, but stays as it is stored
             for rows, transposed in use.parts if not use.lookup or settings.stored(use.parts[0][0].name) else ():
-                form = _format(use, rows, transposed, traced, settings)
+                form = _format(use, rows, transposed, traced, settings, tied=rows.name in looked_up)
                 kept = settings.stored(rows.name)
                 if form and prod(rows.stored) >= least and (kept is None or kept.transposed == transposed):
                     known = [found[rows.name].form] if rows.name in found else []
@@ -198,11 +200,17 @@ def select(
 
 
 def _format(
-    use: _Use, rows: StoredRows, transposed: bool, traced: TracedGraph, settings: QuantizationSettings | StoredFormats
+    use: _Use,
+    rows: StoredRows,
+    transposed: bool,
+    traced: TracedGraph,
+    settings: QuantizationSettings | StoredFormats,
+    *,
+    tied: bool,
 ) -> WeightFormat | None:
     index = re.match(rf"{re.escape(traced.layers_name)}\.(\d+)\.", use.parameter)
     layer = int(index[1]) if index else None
-    form = settings.format_of(rows.name, use.parameter, layer, traced.num_layers)
+    form = settings.format_of(rows.name, use.parameter, layer, traced.num_layers, tied=tied)
     columns = rows.stored[-2] if transposed else rows.stored[-1]
     is_cut = isinstance(form, ColumnFormat) and not (rows.is_whole or rows.single)
     if is_cut and isinstance(settings, QuantizationSettings):
@@ -389,7 +397,9 @@ class StoredFormats:
         """The weights that are quantized again."""
         return [name for name, weight in self.weights.items() if weight is None]
 
-    def format_of(self, name: str, parameter: str, layer: int | None, layers: int) -> BlockFormat | None:
+    def format_of(
+        self, name: str, parameter: str, layer: int | None, layers: int, *, tied: bool = False
+    ) -> BlockFormat | None:
         if name not in self.weights:
             return None
         weight = self.weights[name]

@@ -26,13 +26,17 @@ DOWN = re.compile(rf"(?:^|\.)(?:{LAST})(?:\.|$)")
 # Projections whose rounding costs most: to values, and from the inner size of the MLP back
 SENSITIVE = re.compile(rf"(?:^|\.)(?:{VALUES}|{LAST})(?:\.|$)")
 
+ATTENTION = re.compile(r"(?:^|[._])(?:attn|attention|self_attention)\.")
+"""A projection of attention: a small share of a layer's weights, and a large one of what its rounding costs."""
+
 SMALL, SHARE = 1 << 16, 1e-4
 """A matrix stays as it is if it has fewer elements than both this number and this share of all weights."""
 
-METHODS = ("rtn", "search", "gptq", "awq")
+COLUMNS = "awq-columns"
+METHODS = (COLUMNS, "search", "rtn", "gptq", "awq")
 
 MEASURING = {"gptq": "a text of many pages", "awq": "a text on which activations are measured"}
-"""What the methods for 4 bits need that measure activations."""
+"""What the methods for 4 bits need that measure activations, and for which a few hundred tokens are not enough."""
 
 EXCLUDE, OTHER_BITS = "--quant-exclude", "--quant-bits"  # options with patterns for the names of weights
 DEPENDENT = ("quant_block", "symmetric", "quant_exclude", "quant_bits", "method", "calibrate", "static_activations")
@@ -44,21 +48,23 @@ class Preset:
     """A choice of formats."""
 
     layers: WeightFormat  # of matrices in layers
-    head: BlockFormat  # of the output head, and of an embedding tied to it
+    head: BlockFormat  # of the output head
+    tied: BlockFormat | None = None  # of a head that is the embedding, too; None for that of other heads
     down: BlockFormat | None = None  # of the last projections of MLPs; None for that of the other matrices in layers
-    # sensitive projections have 8 bits in the first and last eighth of the layers and in every third between, as in
-    # llama.cpp's Q4_K_M and ONNX Runtime GenAI's k_quant_mixed
+    # projections of attention have 8 bits, and other sensitive ones in the first and last eighth of the layers and in
+    # every third between, as in llama.cpp's Q4_K_M and ONNX Runtime GenAI's k_quant_mixed
     mixed: bool = False
 
 
 PRESETS = {
     "int8": Preset(INT8, INT8),
-    "int4": Preset(BlockFormat(), INT8),
+    "int4": Preset(BlockFormat(size=64), BlockFormat(size=64), tied=INT8),
     "int4-mixed": Preset(BlockFormat(), INT8, mixed=True),
     "int4-small": Preset(BlockFormat(size=128), BlockFormat(size=128)),
     "a8w8": Preset(ColumnFormat(), INT8, down=INT8),
 }
 
+BRIEF = 256  # tokens that are enough for `COLUMNS`: 4,096 gain nothing (docs/quantization.md)
 ADD_TEXT = "add `--calibrate FILE`, or `--calibrate default` for the text that ships with llmconv"
 
 
@@ -77,6 +83,7 @@ class QuantizationSettings:
     bits: tuple[tuple[str, int], ...] = ()
     method: str = "search"  # how codes are chosen, one of `METHODS`
     text: str = ""  # sha256 of the text on which activations are measured; empty without one
+    brief: bool = False  # the text is llmconv's own, of which the first tokens are enough
     static: bool = False  # activations are rounded in ranges that are measured on the text
 
     def __post_init__(self) -> None:
@@ -115,34 +122,43 @@ class QuantizationSettings:
         rounds = options["kv_cache"] or options["quant"] == "a8w8"
         if given["calibrate"] is not None and given["method"] == "rtn" and not rounds:
             raise UsageProblem("`--calibrate` guides the search, which `--method rtn` leaves out", hint="leave out one")
+        method = given["method"] or (COLUMNS if _has_small_layers(given["quant"]) else "search")
         exclude, patterns = (
             (found,) if isinstance(found := given[name], str) else tuple(found or ())
             for name in ("quant_exclude", "quant_bits")
         )
         bits = tuple(map(_pattern_bits, patterns))
-        text = ""
-        if given["calibrate"] is not None:
+        text, own = "", method == COLUMNS and given["calibrate"] is None
+        if given["calibrate"] is not None or own:
             from llmconv.runtime.tokenizer import CalibrationText  # noqa: PLC0415 - most exports run no text
 
-            text = CalibrationText.read(given["calibrate"]).sha256
-        rest = exclude, bits, given["method"] or "search", text, given["static_activations"]
+            text = (CalibrationText.shipped() if own else CalibrationText.read(given["calibrate"])).sha256
+        brief = own and not options["kv_cache"]  # whose scales need more tokens
+        rest = exclude, bits, method, text, brief, given["static_activations"]
         return cls(options["quant"], given["quant_block"], given["symmetric"], *rest)
 
-    def format_of(self, name: str, parameter: str, layer: int | None, layers: int) -> WeightFormat | None:
+    def by_weights_alone(self) -> QuantizationSettings:
+        """The same without a text, for a model that cannot run one."""
+        return replace(self, method="search", text="", brief=False)
+
+    def format_of(
+        self, name: str, parameter: str, layer: int | None, layers: int, *, tied: bool = False
+    ) -> WeightFormat | None:
         """The format of a stored tensor that belongs to a parameter of the model; None to leave it as it is.
 
-        `layer` is None outside of the layers, as for the head.
+        `layer` is None outside of the layers, as for the head; `tied`: rows of it are looked up, too.
         """
         if any(matches(EXCLUDE, pattern, name) for pattern in self.exclude):
             return None
         preset = PRESETS[self.preset]
-        form = preset.head if layer is None else preset.layers
+        form = preset.layers if layer is not None else (tied and preset.tied) or preset.head
         if preset.down and layer is not None and (DOWN.search(parameter) or DOWN.search(name)):
             form = preset.down
         eighth = layers // 8
         more = layer is not None and (layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2)
-        if preset.mixed and more:
-            form = INT8 if SENSITIVE.search(parameter) or SENSITIVE.search(name) else form
+        if preset.mixed and layer is not None:
+            sensitive = [ATTENTION, SENSITIVE] if more else [ATTENTION]
+            form = INT8 if any(one.search(parameter) or one.search(name) for one in sensitive) else form
         for pattern, bits in self.bits:
             if matches(OTHER_BITS, pattern, name):
                 form = _blocks(preset, bits, form)
@@ -167,6 +183,7 @@ class QuantizationSettings:
             "quant_bits": [f"{pattern}={bits}" for pattern, bits in self.bits],
             "method": "" if self.method == "search" else self.method,
             "calibrate": self.text,
+            "calibrate_tokens": BRIEF if self.brief else 0,
             "static_activations": self.static,
         }
         return {name: value for name, value in fields.items() if value}
@@ -175,16 +192,21 @@ class QuantizationSettings:
 def _check_method(given: Mapping[str, Any]) -> None:
     if given["method"] not in (None, *METHODS):
         raise UsageProblem(f"`--method` is {given['method']!r}", hint=f"give one of: {', '.join(METHODS)}")
-    if (method := given["method"]) not in MEASURING:
+    if (method := given["method"]) not in (COLUMNS, *MEASURING):
         return
-    if given["calibrate"] is None:
+    if given["calibrate"] is None and method in MEASURING:
         raise UsageProblem(f"`--method {method}` needs {MEASURING[method]}", hint=ADD_TEXT)
-    layers = PRESETS[given["quant"]].layers if given["quant"] in PRESETS else None
-    if layers and not (isinstance(layers, BlockFormat) and layers.bits == BITS[0]):
+    if given["quant"] in PRESETS and not _has_small_layers(given["quant"]):
         raise UsageProblem(
             f"`--method {method}` is for weights of 4 bits, which `--quant {given['quant']}` does not have",
             hint="leave out `--method`: weights of 8 bits gain nothing from it",
         )
+
+
+def _has_small_layers(preset: str) -> bool:
+    """Whether the layers of a preset have codes of 4 bits."""
+    layers = PRESETS[preset].layers if preset in PRESETS else None
+    return isinstance(layers, BlockFormat) and layers.bits == BITS[0]
 
 
 def _check_static(options: Mapping[str, Any]) -> None:

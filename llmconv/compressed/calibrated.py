@@ -37,7 +37,7 @@ from llmconv.export.weights import ONNX_TYPES
 from llmconv.files.paths import local_only
 from llmconv.files.weight_ranges import Mapped
 from llmconv.output.writer import Place
-from llmconv.runtime.tokenizer import CalibrationText
+from llmconv.runtime.tokenizer import LONG, TOKENS, CalibrationText
 from llmconv.tensors import Array, LazyTensor
 
 
@@ -65,7 +65,7 @@ def with_text(
     the text is too short, or activations are not finite.
     """
     assert scheme.integers
-    run = text_run(open_language_model(source), source, {}, text, method)
+    run = text_run(open_language_model(source), source, {}, text, LONG if method == "gptq" else TOKENS)
     kinds = {
         name: QuantizedWeight(scheme.integers, False, ONNX_TYPES[one.tensor.dtype.name])
         for name, one in selected.weights.items()

@@ -27,7 +27,14 @@ from llmconv.errors import UnsupportedInput
 from llmconv.memory import trim
 from llmconv.output.manifest import GraphEntry
 from llmconv.runtime.extra_inputs import ModelCall, is_past, is_present, is_state, layer_of, past_of
-from llmconv.runtime.low_memory.weights import LOW_MEMORY_HINT, PlannedCall, PrecomputedRunner, SpillFile
+from llmconv.runtime.low_memory.weights import (
+    LOW_MEMORY_HINT,
+    PlannedCall,
+    PrecomputedRunner,
+    SpilledArray,
+    SpilledCache,
+    SpillFile,
+)
 from llmconv.runtime.onnxruntime.graph import (
     LENGTH_AXIS,
     OrtCache,
@@ -55,12 +62,14 @@ from llmconv.runtime.onnxruntime.session_settings import (
     Device,
     GraphTransform,
     SessionSettings,
+    as_array,
 )
 from llmconv.runtime.onnxruntime.shared_buffers import as_input
 from llmconv.runtime.onnxruntime.time_limit import LimitedSession, TimeLimit
 from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Step
 
 FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16}
+CODES = {TensorProto.INT8, TensorProto.UINT8}
 TYPES = {kind: helper.np_dtype_to_tensor_dtype(np.dtype(dtype)) for kind, dtype in INPUT_DTYPES.items()}
 # onnxruntime's type name and the shape of values, by value name
 ValueTypes = dict[str, tuple[str, Sequence[int | str | None]]]
@@ -202,9 +211,9 @@ def _gathered_first(nodes: Sequence[onnx.NodeProto], large: set[str]) -> list[on
 
 
 def _float_bytes(tensor: onnx.TensorProto) -> int:
-    """Bytes of an initializer: as float32 if it has a float type, else as stored."""
-    is_float = tensor.data_type in FLOATS
-    return int(prod(tensor.dims)) * (4 if is_float else onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
+    """Bytes of an initializer as float32; codes of 8 bits count alike, since onnxruntime copies them to pack them."""
+    wide = tensor.data_type in FLOATS or tensor.data_type in CODES
+    return int(prod(tensor.dims)) * (4 if wide else onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
 
 
 PIECE_BYTES = 1 << 30  # maximum size of the weights of a piece, in bytes of float32; a single larger matrix is allowed
@@ -295,7 +304,7 @@ class PiecedGraph(OrtGraph):
     ) -> None:
         super().__init__(path, replace(settings, arena=False), entry=entry)
         self._folder, self._settings = path.parent, replace(settings, arena=False)
-        self.precomputed = PrecomputedRunner(self.name, self.run_all, file)
+        self.precomputed = PrecomputedRunner(self.name, lambda calls: self.run_all(calls, file), file)
         for model in self._session.models:
             split_products(model, piece_bytes)
         self._pieces = [piece for model in self._session.models for piece in cut_graph(model, piece_bytes)]
@@ -312,18 +321,27 @@ class PiecedGraph(OrtGraph):
         """As `OrtGraph.run`, for tokens only; returns precomputed results if there are any."""
         return self.precomputed.prefill(*call.arrays, past, extras)
 
-    def run_all(self, calls: Sequence[PlannedCall]) -> list[Step]:
-        """Runs all calls piece by piece; within a piece, a call runs after the call that it continues."""
+    def run_all(self, calls: Sequence[PlannedCall], file: SpillFile | None = None) -> list[Step]:
+        """Runs all calls piece by piece; within a piece, a call runs after the call that it continues.
+
+        Keys and values go into a `file` once no later piece reads them.
+        """
         values: list[Values] = [self._inputs(call) for call in calls]
+        spilled: list[dict[str, SpilledArray]] = [{} for _ in calls]
         types: ValueTypes = {name: (self.types[name], shape) for name, shape in self.inputs.items()}
         wanted = {*self.result_names, *self.present_names}
         for at, piece in enumerate(self._pieces):
             with refusing(self.name, LOW_MEMORY_HINT):
                 self._run_piece(piece, calls, values, types)
             trim()
-            later = wanted.union(*(piece.inputs for piece in self._pieces[at + 1 :]))
-            values = [{name: value for name, value in mine.items() if name in later} for mine in values]
-        return [self._result(call, mine) for call, mine in zip(calls, values, strict=True)]
+            read = set[str]().union(*(piece.inputs for piece in self._pieces[at + 1 :]))
+            if file:
+                done = {name for past, name in self._present_of.items() if read.isdisjoint((past, name))}
+                for mine, kept in zip(values, spilled, strict=True):
+                    kept |= {name: file.put(as_array(mine.pop(name))) for name in done & mine.keys()}
+            values = [{name: one for name, one in mine.items() if name in wanted | read} for mine in values]
+        values.reverse()
+        return [self._result(call, values.pop(), kept) for call, kept in zip(calls, spilled, strict=True)]
 
     def _run_piece(
         self, piece: GraphPiece, calls: Sequence[PlannedCall], values: list[Values], types: ValueTypes
@@ -367,10 +385,13 @@ class PiecedGraph(OrtGraph):
             raise UnsupportedInput(problem, hint=LOW_MEMORY_HINT)
         return ort.OrtValue.ortvalue_from_numpy(np.zeros(known, TENSOR_DTYPES[self.types[name]]))
 
-    def _result(self, call: PlannedCall, values: Values) -> Step:
-        lengths = [values[name].shape()[LENGTH_AXIS] for name in self.present_names if not is_state(name)]
+    def _result(self, call: PlannedCall, values: Values, spilled: dict[str, SpilledArray]) -> Step:
+        growing = [name for name in self.present_names if not is_state(name)]
+        lengths = [(spilled[name].shape if name in spilled else values[name].shape())[LENGTH_AXIS] for name in growing]
         length = max(lengths, default=call.attention_mask.shape[1])
-        present = OrtCache(self.present_names, [values[name] for name in self.present_names], length)
+        present: Cache = SpilledCache(b"", length, {name: spilled[name] for name in self.present_names if spilled})
+        if not spilled:
+            present = OrtCache(self.present_names, [values[name] for name in self.present_names], length)
         return step_of(self.result_names, [values[name].numpy() for name in self.result_names], present)
 
 

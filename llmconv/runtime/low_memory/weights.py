@@ -229,7 +229,8 @@ class PrecomputedRunner(Runner):
             self._kept[key] = self._keep(key, step)
 
     def _keep(self, key: bytes, step: Step) -> _Kept:
-        spilled = {name: self._file.put(array) for name, array in step.present.arrays().items()}
+        is_there = isinstance(step.present, SpilledCache) and step.present.spilled  # what the run wrote itself
+        spilled = is_there or {name: self._file.put(array) for name, array in step.present.arrays().items()}
         return _Kept(self._file.put(step.logits), SpilledCache(key, step.present.length, spilled), step.choices)
 
     def _key(self, past: bytes, call: RunnerCall) -> bytes:

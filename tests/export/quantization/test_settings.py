@@ -26,7 +26,7 @@ def bits(made: QuantizationSettings, name: str, layer: int | None) -> int:
 
 
 @pytest.mark.parametrize(
-    ("preset", "inner", "head"), [("int8", 8, 8), ("int4", 4, 8), ("int4-mixed", 4, 8), ("int4-small", 4, 4)]
+    ("preset", "inner", "head"), [("int8", 8, 8), ("int4", 4, 4), ("int4-mixed", 4, 8), ("int4-small", 4, 4)]
 )
 def test_a_preset_decides_the_bits_of_layers_and_head(preset: str, inner: int, head: int) -> None:
     made = settings(quant=preset)
@@ -39,6 +39,26 @@ def test_mixed_gives_sensitive_projections_8_bits_in_some_layers() -> None:
     down = [layer for layer in range(LAYERS) if bits(made, f"model.layers.{layer}.mlp.down_proj.weight", layer) == 8]
     assert down == [0, 1, 4, 7, 10, 13, 14, 15]
     assert bits(made, "model.layers.0.mlp.gate_proj.weight", 0) == 4
+    assert bits(made, "model.layers.2.self_attn.q_proj.weight", 2) == 8
+
+
+@pytest.mark.parametrize(("preset", "expected"), [("int4", 8), ("int4-small", 4), ("int4-mixed", 8), ("int8", 8)])
+def test_a_head_that_is_the_embedding_keeps_8_bits(preset: str, expected: int) -> None:
+    form = settings(quant=preset).format_of("embed.weight", "embed.weight", None, LAYERS, tied=True)
+    assert isinstance(form, BlockFormat) and form.bits == expected
+
+
+def test_codes_of_4_bits_take_factors_from_a_text_of_llmconvs_own() -> None:
+    found = settings(quant="int4")
+    assert (found.method, found.brief, bool(found.text)) == ("awq-columns", True, True)
+    assert found.manifest_fields()["calibrate_tokens"] == 256
+    assert (alone := settings(quant="int4", method="search")).text == ""
+    assert found.by_weights_alone() == alone
+    given = settings(quant="int4", calibrate="default")
+    assert (given.method, given.brief) == ("awq-columns", False)
+    assert settings(quant="int8").method == "search" and not settings(quant="a8w8").text
+    with_cache = settings(quant="int4", kv_cache="int8")
+    assert with_cache.text and not with_cache.brief
 
 
 def test_a8w8_has_columns_but_for_the_head_and_the_last_projections_of_mlps() -> None:

@@ -128,7 +128,7 @@ def test_verify_fails_a_wrong_form(talking: Path, monkeypatch: pytest.MonkeyPatc
 
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"quant": "int4"},
+    {"quant": "int4", "quant_block": 32},
     {"last_logits": True},
     {"embeds": True},
     {"unified": True, "prefill": False, "incremental": False},
