@@ -23,24 +23,24 @@ INT4, INT4_LAST, GENAI, Q4_0, Q4_K_M = (
     "llama.cpp Q4_0",
     "llama.cpp Q4_K_M",
 )
-FLOAT32, INT8, A8W8, A8W8_CALIBRATED, INT4_CALIBRATED, INT4_AWQ, MIXED_CALIBRATED, MIXED_AWQ = (
+FLOAT32, INT8, A8W8, A8W8_CALIBRATED, INT4_SEARCH, INT4_AWQ, INT4_HEAD, INT4_32, INT4_32_HEAD = (
     "llmconv float32",
     "llmconv `int8`",
     "llmconv `a8w8`",
     "llmconv `a8w8`, calibrated",
-    "llmconv `int4`, calibrated",
-    "llmconv `int4`, `--method awq`",
-    "llmconv `int4-mixed`, calibrated",
-    "llmconv `int4-mixed`, `--method awq`",
+    "llmconv `int4`, `--method search`: by the weights alone",
+    "llmconv `int4`, `--method awq --calibrate default`",
+    "llmconv `int4`, head of 8 bits",
+    "llmconv `int4`, blocks of 32",
+    "llmconv `int4`, blocks of 32, head of 8 bits",
 )
-SMALL_AWQ, SMALL_LAST, CLOSE_AWQ, CLOSE_LAST = (
-    "llmconv `int4-small`, blocks of 64, `--method awq`",
-    "llmconv `int4-small`, blocks of 64, `--method awq`, `--last-logits`",
-    "llmconv `int4-mixed`, attention of 8 bits, `--method awq`",
-    "llmconv `int4-mixed`, attention of 8 bits, `--method awq`, `--last-logits`",
+SMALL, SMALL_LAST, MIXED, MIXED_LAST = (
+    "llmconv `int4-small`",
+    "llmconv `int4-small`, `--last-logits`",
+    "llmconv `int4-mixed`",
+    "llmconv `int4-mixed`, `--last-logits`",
 )
-SMALL = ("--quant", "int4-small", "--quant-block", "64", "--calibrate", "default", "--method", "awq")
-CLOSE = ("--quant", "int4-mixed", "--quant-bits", "self_attn=8", "--calibrate", "default", "--method", "awq")
+HEAD = ("--quant-bits", "lm_head=8")
 
 EXPORTS: dict[str, tuple[str, ...]] = {
     FLOAT32: (),
@@ -49,14 +49,15 @@ EXPORTS: dict[str, tuple[str, ...]] = {
     INT4: ("--quant", "int4"),
     INT4_LAST: ("--quant", "int4", "--last-logits"),
     A8W8_CALIBRATED: ("--quant", "a8w8", "--calibrate", "default"),
-    INT4_CALIBRATED: ("--quant", "int4", "--calibrate", "default"),
+    INT4_SEARCH: ("--quant", "int4", "--method", "search"),
     INT4_AWQ: ("--quant", "int4", "--calibrate", "default", "--method", "awq"),
-    MIXED_CALIBRATED: ("--quant", "int4-mixed", "--calibrate", "default"),
-    MIXED_AWQ: ("--quant", "int4-mixed", "--calibrate", "default", "--method", "awq"),
-    SMALL_AWQ: SMALL,
-    SMALL_LAST: (*SMALL, "--last-logits"),
-    CLOSE_AWQ: CLOSE,
-    CLOSE_LAST: (*CLOSE, "--last-logits"),
+    INT4_HEAD: ("--quant", "int4", *HEAD),
+    INT4_32: ("--quant", "int4", "--quant-block", "32"),
+    INT4_32_HEAD: ("--quant", "int4", "--quant-block", "32", *HEAD),
+    SMALL: ("--quant", "int4-small"),
+    SMALL_LAST: ("--quant", "int4-small", "--last-logits"),
+    MIXED: ("--quant", "int4-mixed"),
+    MIXED_LAST: ("--quant", "int4-mixed", "--last-logits"),
 }
 """Candidate to the options of its export, after `FOR_CPU`."""
 

@@ -13,18 +13,19 @@ from benchmarks.measure import FOLDER, Target, report
 from benchmarks.quantized_candidates import (
     A8W8,
     A8W8_CALIBRATED,
-    CLOSE_AWQ,
     FLOAT32,
     GENAI,
     INT4,
+    INT4_32,
+    INT4_32_HEAD,
     INT4_AWQ,
-    INT4_CALIBRATED,
+    INT4_HEAD,
+    INT4_SEARCH,
     INT8,
-    MIXED_AWQ,
-    MIXED_CALIBRATED,
+    MIXED,
     Q4_0,
     Q4_K_M,
-    SMALL_AWQ,
+    SMALL,
     Candidate,
     Worker,
     candidates,
@@ -39,7 +40,7 @@ from llmconv.verify.sigma import log_probabilities
 
 PIECES, PIECE = 4, 512
 COMPARED = (
-    *(INT8, A8W8, A8W8_CALIBRATED, CLOSE_AWQ, MIXED_AWQ, MIXED_CALIBRATED, INT4_AWQ, INT4_CALIBRATED, SMALL_AWQ, INT4),
+    *(INT8, A8W8, A8W8_CALIBRATED, MIXED, INT4_32_HEAD, INT4_32, INT4_HEAD, INT4, INT4_AWQ, INT4_SEARCH, SMALL),
     *(GENAI, Q4_0, Q4_K_M),
 )
 
@@ -99,7 +100,7 @@ def targets(costs: dict[str, AccuracyCost]) -> list[Target]:
     mean = {name: cost.divergence["mean"] for name, cost in costs.items()}
     return [
         Target(f"mean divergence of {ours} / of {other}", mean[ours] / mean[other], 1.0)
-        for ours, other in ((INT4, GENAI), (INT4, Q4_0), (MIXED_AWQ, Q4_K_M), (CLOSE_AWQ, Q4_K_M))
+        for ours, other in ((INT4, GENAI), (INT4, Q4_0), (MIXED, Q4_K_M))
         if other in mean
     ]
 

@@ -55,7 +55,7 @@ class ExportOptions(TypedDict, total=False):
             folder and a `precision` of less than float32, that precision.
         quant: `int8`, `int4`, `int4-mixed`, `int4-small` or `a8w8`: store the matrices as integer codes, in `output`.
         quant_block: number of neighboring weights that share a scale: 16, 32, 64, 128 or 256 (default: 32, for
-            `int4-small` 128).
+            `int4` 64, for `int4-small` 128).
         symmetric: store no zero points.
         quant_exclude: regular expressions; weights with such names are not quantized.
         quant_bits: `PATTERN=8` or `PATTERN=4`: bits of the weights with such names.
@@ -65,8 +65,9 @@ class ExportOptions(TypedDict, total=False):
             what they are multiplied with on this text. For `a8w8`, norms are divided by factors from the ranges on it.
         static_activations: with `a8w8` and `calibrate`: round activations in the ranges measured on the text, with
             `QuantizeLinear` and `DequantizeLinear`, as toolchains for NPUs read them.
-        method: `search` for the scales with the least squared error (the default), `rtn` for those of onnxruntime; with
-            `calibrate` and 4 bits also `gptq` (error feedback) and `awq` (scaled norms and columns).
+        method: `search` for the scales with the least squared error, `rtn` for those of onnxruntime; of 4 bits also
+            `awq-columns` (norms and columns scaled by the mean squares of 256 tokens, or of `calibrate`; the default),
+            and with `calibrate` `awq` (scaled by all products) and `gptq` (error feedback).
         max_shard_size: largest safetensors file, such as `5GB`, if weights are written.
         graphs_only: write graphs, configuration and tokenizer into `output`, but no weights: those of the model are to
             be put next to the graphs, by the names of its files; only their headers are read.

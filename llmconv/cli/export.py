@@ -92,7 +92,7 @@ if TYPE_CHECKING:
     "8, with activations of 8 bits: the fastest prompts.",
     ["int8", "int4", "int4-mixed", "int4-small", "a8w8"],
 )
-@option("--quant-block N", "Weights that share a scale: 16, 32, 64, 128 or 256.  [default: 32, int4-small: 128]", int)
+@option("--quant-block N", "Weights that share a scale: 16, 32, 64, 128 or 256.  [default: 32, int4: 64, int4-small: 128]", int)
 @option("--symmetric", "Store no zero points.")
 @option("--quant-exclude PATTERN", "Weights that stay as they are; may be repeated.", multiple=True)
 @option("--quant-bits PATTERN=8", "Bits of the weights with such names: 4 or 8.", multiple=True)
@@ -112,8 +112,9 @@ if TYPE_CHECKING:
     "--method",
     "search: the scales with the least squared error; rtn: from the extreme values; gptq: as search, and later "
     "columns make up for the errors of earlier ones on the text of --calibrate; awq: as search, with norms and the "
-    "matrices behind them scaled so that this text loses least.  [default: search]",
-    ["rtn", "search", "gptq", "awq"],
+    "matrices behind them scaled so that this text loses least; awq-columns: awq by the mean squares of columns "
+    "alone, for which 256 tokens of llmconv's own text are enough.  [default: awq-columns for 4 bits, else search]",
+    ["awq-columns", "search", "rtn", "gptq", "awq"],
 )
 @options.max_shard_size
 @option(

@@ -25,9 +25,13 @@ from llmconv.export.quantization.block_rounding import NONE, BlockFormat
 from llmconv.export.quantization.quantized_tensor import OUTPUTS
 from llmconv.export.quantization.settings import QuantizationSettings
 from llmconv.export.quantization.smoothing import Smoothing
+from llmconv.output.manifest import read_manifest
+from llmconv.runtime.onnxruntime.runner import OrtRunner
+from llmconv.runtime.runner import default_positions
 from llmconv.tensors import BY_NAME, Array
 from llmconv.verify import verify
 from tests.builders.safetensors import change_tensor
+from tests.builders.talking import save_letters
 from tests.export.quantization.test_smoothing import (
     FIRST,
     GATE,
@@ -40,6 +44,7 @@ from tests.export.quantization.test_smoothing import (
     tiny_talking,
     uneven,
 )
+from tests.runtime.onnxruntime.test_packed_cache import wide_llama
 from tests.verify.test_quantized_folder import damaged
 
 FLOAT32 = BY_NAME["float32"]
@@ -93,6 +98,59 @@ def test_of_equal_errors_the_first_counts() -> None:
 def test_verify_accepts_it(model: Path, folder: Path) -> None:
     report = verify(folder, reference=model)
     assert report.verdict == "pass", report.closing_lines()
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of four blocks of 64 per row, with outliers and a tokenizer."""
+    home = tmp_path_factory.mktemp("wide")
+    return uneven(save_letters(wide_llama(home / "even")), home / "model")
+
+
+@pytest.fixture(scope="module")
+def default(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its graphs, quantized without further options."""
+    return export(wide, tmp_path_factory.mktemp("default") / "out", incremental=True, quant="int4").folder
+
+
+def logits(folder: Path) -> Array:
+    """Of 40 random tokens, float32."""
+    ids = np.random.default_rng(1).integers(1, 90, (1, 40))
+    mask = np.ones_like(ids)
+    return OrtRunner.from_folder(folder).prefill(ids, mask, default_positions(mask, 40)).logits
+
+
+def test_without_options_columns_are_measured_on_a_text_of_llmconvs_own(
+    wide: Path, default: Path, tmp_path: Path
+) -> None:
+    """The codes lose less than those of the weights alone, on tokens that were not measured."""
+    options = read_manifest(default).steps[-1]["options"]
+    assert (options["method"], options["calibrate_tokens"]) == ("awq-columns", 256)
+    assert any(name.endswith(SMOOTHING) for name in load_file(default / "quantized.safetensors"))
+    plain = logits(export(wide, tmp_path / "plain", incremental=True).folder)
+    alone = export(wide, tmp_path / "alone", incremental=True, quant="int4", method="search").folder
+    lost = [float(np.square(logits(one) - plain).mean()) for one in (default, alone)]
+    assert lost[0] < 0.95 * lost[1]
+
+
+@pytest.mark.slow
+def test_verify_accepts_the_default(wide: Path, default: Path) -> None:
+    report = verify(default, reference=wide)
+    assert report.verdict == "pass", report.closing_lines()
+
+
+def test_a_model_that_cannot_run_the_text_is_rounded_by_its_weights_alone(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    silent = Path(shutil.copytree(model, tmp_path / "silent"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (silent / name).unlink()
+    found = export(silent, tmp_path / "out", incremental=True, quant="int4").folder
+    assert "by the weights alone (`--method search`): " in capsys.readouterr().err
+    assert not {"method", "calibrate", "calibrate_tokens"} & read_manifest(found).steps[-1]["options"].keys()
+    asked = export(silent, tmp_path / "asked", incremental=True, quant="int4", method="search").folder
+    first, second = (one / "quantized.safetensors" for one in (found, asked))
+    assert first.read_bytes() == second.read_bytes()
 
 
 @pytest.mark.one_row_in(3)

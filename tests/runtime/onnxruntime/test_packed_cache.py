@@ -30,8 +30,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("packed")
     save_letters(wide_llama(home / "model"))
     # blocks of 32 and a head of 8 bits: scales of fewer bytes stay in the graph, which onnxruntime does not read back
-    small = {"quant": "int4", "quant_block": 32, "quant_bits": "lm_head=8"}
-    return export(home / "model", home / "out", unified=True, **small).folder
+    return export(
+        home / "model", home / "out", unified=True, quant="int4", quant_block=32, quant_bits="lm_head=8"
+    ).folder
 
 
 def wide_llama(folder: Path) -> Path:
