@@ -11,6 +11,7 @@ import json
 import os
 import random
 import shutil
+import socket
 import statistics
 import string
 import subprocess
@@ -18,20 +19,24 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import psutil
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks import small_model
+from benchmarks import llama_cpp, small_model
 from benchmarks.measure import FOLDER, Target, llmconv, report, run
+from benchmarks.smollm2 import smollm2
 
 STREAMS, NEW, ROUNDS = 16, 128, 3
 LONG, SHORT = 2000, 20  # tokens of prompts
 TOKENS = 16  # of the tokenizer
+OURS, LLAMA_CPP = "llmconv", "llama.cpp's server"
 FEW, MANY = 100, 5000  # requests after which memory is compared
 ANSWERS = 8  # of one request
 FIELDS = 40  # of the schema
@@ -51,6 +56,47 @@ def serving(folder: Path) -> Iterator[tuple[str, psutil.Process]]:
     finally:
         process.kill()
         process.wait()
+
+
+@contextmanager
+def serving_llama_cpp(program: Path, file: Path) -> Iterator[str]:
+    """The address of llama.cpp's server with as many slots as there are streams."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    room = str(STREAMS * (SHORT + STREAMS + NEW + 64))
+    command = [str(program), "-m", str(file), "--port", port, "-t", "2", "-np", str(STREAMS), "-c", room, "--no-webui"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(600):
+            time.sleep(0.1)
+            with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+                if answer.status == HTTPStatus.OK:
+                    break
+        else:
+            sys.exit("llama.cpp's server does not answer")
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def next_to_llama_cpp(rounds: int) -> dict[str, float]:
+    """Tokens per second of all streams of SmolLM2, by server; empty where llama.cpp's cannot be built."""
+    if (program := llama_cpp.server()) is None:
+        return {}
+    folder, file = FOLDER / "served-smollm2", FOLDER / "served-smollm2.gguf"
+    if not folder.exists():
+        run(llmconv("export", smollm2(), "-o", folder))
+    if not file.exists():
+        run(llmconv("to-gguf", smollm2(), "-o", file, "--type", "f32"))
+    taken: dict[str, list[float]] = {OURS: [], LLAMA_CPP: []}
+    with serving(folder) as (ours, _), serving_llama_cpp(program, file) as theirs:
+        for round_ in range(rounds + 1):
+            for name, address in ((OURS, ours), (LLAMA_CPP, theirs)):
+                speed = tokens_per_second(address, STREAMS, 1000 * round_, ignore_eos=True)
+                taken[name] += [speed] if round_ else []  # the first is a warm-up
+    return {name: statistics.median(speeds) for name, speeds in taken.items()}
 
 
 def first_and_last(address: str, prompt: list[int], new: int, **fields: Any) -> tuple[float, float]:
@@ -80,11 +126,12 @@ def prompt(tokens: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(TOKENS), k=tokens)
 
 
-def tokens_per_second(address: str, streams: int, seed: int) -> float:
+def tokens_per_second(address: str, streams: int, seed: int, **fields: Any) -> float:
     """Of `streams` requests that come at once."""
     with ThreadPoolExecutor(streams) as pool:
         started = time.perf_counter()
-        every = [pool.submit(first_and_last, address, prompt(SHORT + at, seed + at), NEW) for at in range(streams)]
+        prompts = [prompt(SHORT + at, seed + at) for at in range(streams)]
+        every = [pool.submit(first_and_last, address, one, NEW, **fields) for one in prompts]
         for one in every:
             one.result()
         return streams * NEW / (time.perf_counter() - started)
@@ -197,6 +244,7 @@ def main() -> int:
             note("free", per_token(address, round_ + 2, ignore_eos=True))
             note("formed", per_token(address, round_ + 2, guided_json=schema()))
     middle = {name: statistics.median(figures) for name, figures in taken.items()}
+    peers = next_to_llama_cpp(rounds)
     cost = middle["formed"] / middle["free"] - 1
     lines = [
         "| what | result |",
@@ -204,6 +252,7 @@ def main() -> int:
         f"| 1 stream of {NEW} tokens | {middle['one']:.1f} tokens/s |",
         f"| {STREAMS} streams of {NEW} tokens | {middle['many']:.1f} tokens/s |",
         f"| {ANSWERS} answers to one request, of {NEW} tokens each | {middle['answers']:.1f} tokens/s |",
+        *(f"| {STREAMS} streams of SmolLM2-135M, {name} | {speed:.1f} tokens/s |" for name, speed in peers.items()),
         f"| first token, prompt of {SHORT}, alone | {middle['alone']:.0f} ms |",
         f"| first token while a prompt of {LONG} runs | {middle['next to a long one']:.0f} ms |",
         f"| a token of 1 stream, vocabulary of {VOCABULARY:,} | {middle['free']:.1f} ms |",
@@ -218,6 +267,18 @@ def main() -> int:
             middle["answers"] / middle["one"],
             2.5,
             at_least=True,
+        ),
+        *(
+            [
+                Target(
+                    f"{STREAMS} streams: tokens per second / {LLAMA_CPP}",
+                    peers[OURS] / peers[LLAMA_CPP],
+                    1,
+                    at_least=True,
+                )
+            ]
+            if peers
+            else []
         ),
         Target("first token next to a long prompt, less 100 ms, over alone", late, 1.5),
         Target(f"what a schema of {FIELDS} fields adds to a token", cost, 0.1),
