@@ -26,7 +26,7 @@ from llmconv.convert.algebra import concat, deal_rows, fitting, fuse, interleave
 from llmconv.convert.assembly import config_folder, contents_around, second_models, side_files_of, stored_config
 from llmconv.convert.formats import AdapterFormat, Format, has_sign_of
 from llmconv.convert.formats.litgpt import config as configs
-from llmconv.convert.models.completeness import as_loaded
+from llmconv.convert.models.completeness import WRAPPERS, as_loaded
 from llmconv.convert.models.config_file import causal_lm_config, read_config_file
 from llmconv.convert.state_dicts.files import Sign, require_state
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
@@ -161,7 +161,6 @@ def table_of(lit: configs.LitConfig, family: str) -> dict[str, str | None]:
 
 
 FILE = "lit_model.pth"
-WRAPPERS = ("_forward_module.", "_orig_mod.", "module.")
 ADAPTERS = ("lora_", "adapter_", "gating_factor")
 HEADS = ("lm_head.weight", "embed_out.weight")
 OWN_NAMES = re.compile(  # names that no other system has (its `model.py`)
@@ -204,9 +203,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
 
 def unwrapped(name: str) -> str:
     """The name without what trainers put before it."""
-    for wrapper in WRAPPERS:
-        name = name.removeprefix(wrapper)
-    return name
+    return WRAPPERS.sub("", name)
 
 
 FORMAT = Format(
