@@ -152,7 +152,15 @@ def table_of(lit: configs.LitConfig, family: str) -> dict[str, str | None]:
     if family == "falcon" and not lit.shared_attention_norm:
         return FALCON_40B
     table, moe = TABLES.get(family, LLAMA), "model.layers.{}.block_sparse_moe"
-    experts: dict[str, str | None] = {
+    if family == "qwen3_moe":
+        table = table | {f"{LAYER}.mlp.gate.weight": "model.layers.{}.mlp.gate.weight"}
+        experts: dict[str, str | None] = {
+            f"{LAYER}.mlp.experts.{number}.{source}.weight": f"model.layers.{{}}.mlp.experts.{number}.{target}.weight"
+            for number in range(lit.n_expert)
+            for source, target in (("fc_1", "gate_proj"), ("fc_2", "up_proj"), ("proj", "down_proj"))
+        }
+        return table | experts
+    experts = {
         f"{LAYER}.mlp.experts.{number}.{source}.weight": f"{moe}.experts.{number}.{target}.weight"
         for number in range(lit.n_expert)
         for source, target in (("fc_1", "w1"), ("fc_2", "w3"), ("proj", "w2"))
@@ -212,8 +220,8 @@ FORMAT = Format(
     detect=lambda path: has_sign_of("litgpt", _file(path)),
     sign=Sign(names=OWN_NAMES),
     open=_open,
-    covers="Llama 2 and 3, Code Llama, TinyLlama, Mistral, Mixtral, Phi 1.5 to 4, Qwen 2, 2.5 and 3, Gemma 1 and 2, "
-    "Pythia, Falcon; fused matrices of both ages",
+    covers="Llama 2 and 3, Code Llama, TinyLlama, Mistral, Mixtral, Phi 1.5 to 4, Qwen 2, 2.5 and 3 (also MoE), "
+    "Gemma 1 and 2, Pythia, Falcon; fused matrices of both ages",
     peek=lambda path: require_state(_file(path)).tensors(),
 )
 
