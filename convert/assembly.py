@@ -261,7 +261,8 @@ def assembled_run(
         side_files = {**(base.side_files if base else {}), **side_files_of(file.home or file.path, tokenizer)}
         if not tensors:
             return Checkpoint(file.path, format, {}, {}, side_files, shards=file.shards)
-        part = replace(file, state=tensors, tensor=lambda name, leaf: leaf)
+        around = {key: value for key, value in file.around.items() if value != file.state}  # not a second model
+        part = replace(file, state=tensors, tensor=lambda name, leaf: leaf, around=around)
         settings = {**(base.config if base else {}), **given}
         return replace(assemble(part, format, settings, tokenizer), side_files=side_files)
 

@@ -13,7 +13,7 @@ from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, is_model_folder, open_checkpoint
 from llmconv.convert.adapters.adapter import Adapter, is_zero
 from llmconv.convert.adapters.base_checks import SampleCheck, check_written, warn_of_origin
-from llmconv.convert.adapters.combining import DEFAULTS, MergeOptions, Recipe, recipe_of, sha256_of
+from llmconv.convert.adapters.combining import DEFAULTS, METHODS, MergeOptions, Recipe, recipe_of, sha256_of
 from llmconv.convert.adapters.edits import Edits
 from llmconv.convert.adapters.merging import merged
 from llmconv.convert.algebra import equal
@@ -195,7 +195,9 @@ def _again(base: Checkpoint, used: Sequence[Mapping[str, str]], recipe: Recipe) 
         if adapter["sha256"] in merged:
             yield f"the adapter `{adapter['name']}` is already merged into `{base.path.name}` and is added again"
         if recipe.weights[at] == 0:
-            yield f"the adapter `{adapter['name']}` has weight 0 and changes nothing"
+            elects = METHODS[recipe.combination.method].elects  # before the weights, as PEFT does
+            effect = "counts only where signs are elected" if elects else "changes nothing"
+            yield f"the adapter `{adapter['name']}` has weight 0 and {effect}"
 
 
 def _identity(adapter: Adapter) -> dict[str, str]:

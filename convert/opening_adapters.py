@@ -22,6 +22,7 @@ from llmconv.convert.adapters.peft_file import (
     open_tuned,
     read_tensors,
     saved_name,
+    weights_of,
 )
 from llmconv.convert.algebra import equal
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing
@@ -82,7 +83,7 @@ def _open(adapter: str | Path, base: Checkpoint, alpha: float | None) -> Adapter
             return kind.open(path, base, alpha)
         folder = path if path.is_dir() else path.parent
         homes = [home for home in (folder, folder.parent) if (home / CONFIG).is_file()]
-        alone = homes and any((folder / name).is_file() for name in WEIGHTS)
+        alone = homes and weights_of(folder) is not None
         if not alone and (whole := _training_format(path)):  # the adapter and its base together, which `to-hf` merges
             if homes:
                 raise InputRefused(

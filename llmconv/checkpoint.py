@@ -133,6 +133,22 @@ def refuse_unmerged(names: Iterable[str], config: Mapping[str, Any], source: str
         )
 
 
+WRAPPED = re.compile(
+    r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module|_forward_module)\."
+)
+"""Modules that torch.compile, FSDP, activation checkpointing and Fabric put around others; no model has these names."""
+
+
+def refuse_wrapped(names: Iterable[str], folder: Path) -> None:
+    """MalformedInput, listing them, for tensors of a trainer's wrappers in a folder that transformers would load."""
+    if found := [name for name in names if WRAPPED.search(name)]:
+        raise MalformedInput(
+            f"`{folder.name}` contains {len(found)} tensors under the names of a trainer's wrappers, which no model "
+            f"has: {listing(found)}",
+            hint=f"write it without them: `llmconv to-hf {folder} -o OUT`",
+        )
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
     """Opens a Hugging Face folder; raises InputRefused or MalformedInput, also for an adapter that is not merged."""
     if not (path / "config.json").is_file():
@@ -142,6 +158,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         config.setdefault("quantization_config", given)  # mlx-lm writes both, and wrote the first alone
     tensors = open_weights(path)
     refuse_unmerged(tensors, config, path.name)
+    refuse_wrapped(tensors, path)
     refuse_mlx_layout(tensors, path.name)
     paths = {name: getattr(tensor, "path", None) for name, tensor in tensors.items()}
     files = {name: found.name for name, found in paths.items() if found}

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmconv.checkpoint import INDEX, SINGLE, read_json
+from llmconv.checkpoint import INDEX, SINGLE, WRAPPED, read_json
 from llmconv.convert.adapters.adapter import (
     Adapter,
     ModuleTensors,
@@ -37,15 +37,13 @@ from llmconv.convert.adapters.adapter import (
 )
 from llmconv.convert.adapters.lora_config import AdapterFields, BlockDiagonal, LoraConfig, parse_config, task_of
 from llmconv.convert.algebra import reshaped
-from llmconv.errors import LISTED, InputRefused, MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.errors import LISTED, InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.files.paths import refuse_git_lfs
 from llmconv.files.safetensors_file import read_header
 from llmconv.tensors import Array, LazyTensor
 
 CONFIG = "adapter_config.json"
 AUTOMODEL = "automodel_peft_config.json"  # what NeMo AutoModel's config has besides; `moe_rank_scaling` of it counts
-# Path components that trainers put around modules
-WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.\w+)??(?:\.weight)?")
 TOKENS = re.compile(r"(?P<module>.+?)(?:\.token_adapter)?\.trainable_tokens_delta(?:\.\w+)?")
 # Training state of VeLoRA and MonteCLoRA, which PEFT's merge does not use
@@ -81,10 +79,7 @@ def to_adapter(path: Path, weights: tuple[Path, ...], config: LoraConfig, tensor
 
 def plain_name(name: str) -> str:
     """The name without PEFT's `base_model.model.` and without the wrappers of trainers."""
-    parts = [part for part in name.split(".") if part not in WRAPPERS]
-    if parts[0] == "module":
-        parts = parts[1:]
-    return ".".join(parts).removeprefix("base_model.model.")
+    return WRAPPED.sub("", name).removeprefix("module.").removeprefix("base_model.model.")
 
 
 @dataclass(frozen=True)
@@ -233,6 +228,7 @@ def _matrix(tensor: LazyTensor, expert: int, part: int, size: int) -> LazyTensor
 
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+OF_MODELS = ("model.safetensors", "pytorch_model.bin")
 
 
 def open_adapter(path: Path, alpha: float | None = None, *, initial: bool = False) -> Adapter:
@@ -253,9 +249,24 @@ def open_adapter(path: Path, alpha: float | None = None, *, initial: bool = Fals
 
 
 def _weights(folder: Path) -> Path:
-    if (found := next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)) is None:
+    if (found := weights_of(folder)) is None:
         raise InputRefused(f"`{folder}` contains no adapter weights", hint=f"it needs `{WEIGHTS[0]}`")
     return found
+
+
+def weights_of(folder: Path) -> Path | None:
+    """The file of an adapter's weights: PEFT's own, or a model's file in which a trainer saved nothing but factors."""
+    if found := next((folder / name for name in WEIGHTS if (folder / name).is_file()), None):
+        return found
+    return next((file for file in (folder / name for name in OF_MODELS) if file.is_file() and _has_factors(file)), None)
+
+
+def _has_factors(file: Path) -> bool:
+    try:
+        names = [plain_name(name) for name in read_tensors(file)]
+    except LlmconvError:
+        return False
+    return bool(names) and all(FACTOR.fullmatch(name) or MAGNITUDE.fullmatch(name) for name in names)
 
 
 GRAPH_ADAPTER = ".onnx_adapter"  # suffix of the files that `llmconv onnx-adapter` writes

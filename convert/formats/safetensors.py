@@ -2,7 +2,8 @@
 
 Layout: `convert/state_dicts/files.py`, as accelerate's `save_model` and `save_state` write it.
 `config.json` is next to the weights, or given with `--config`. A folder that already is a Hugging Face model does not
-have this format, unless its tensor names still have a trainer's prefix, or parts of an adapter that is not merged.
+have this format, unless its tensor names still have those of a trainer's wrappers, or parts of an adapter that is not
+merged.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import Checkpoint, is_model_folder, unmerged
+from llmconv.checkpoint import WRAPPED, Checkpoint, is_model_folder, unmerged
 from llmconv.convert.assembly import OPTIONS, assembled_run, stored_config
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.formats import Format, owner
@@ -35,6 +36,8 @@ def _detect(path: Path) -> bool:
     if found is None or not _in_hugging_face_names(found):
         return False
     if not path.is_dir() or not is_model_folder(path) or all(map(WRAPPERS.match, found.state)):
+        return True
+    if any(map(WRAPPED.search, found.state)):  # around single modules, as those of activation checkpointing
         return True
     return bool(unmerged(found.state, {})) and bool(unmerged(found.state, stored_config(path)))
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmconv.causal_lm import architecture, mtp_tensors
-from llmconv.checkpoint import UNMERGED_SAYS, refuse_unmerged
+from llmconv.checkpoint import UNMERGED_SAYS, WRAPPED, refuse_unmerged
 from llmconv.convert.models import blueprint as blueprints
 from llmconv.convert.models.transformers_source import causal_lm_classes, model_names
 from llmconv.errors import MalformedInput, listing
@@ -21,9 +21,7 @@ from llmconv.tensors import LazyTensor
 if TYPE_CHECKING:
     from llmconv.convert.models.meta_model import LoadingGaps
 
-WRAPPERS = re.compile(
-    r"(?:^|(?<=\.))(?:_orig_mod|module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module)\."
-)
+WRAPPERS = re.compile(rf"{WRAPPED.pattern}|(?:^|(?<=\.))module\.")
 
 DROPPED = re.compile(
     r"\.rotary_emb\.inv_freq$"  # a buffer that models compute; rounded in bfloat16 checkpoints

@@ -63,6 +63,11 @@ def to_config(lit: LitConfig, family: str, source: str) -> dict[str, Any]:
         inner = lit.moe_intermediate_size or lit.intermediate_size
         experts = {"num_local_experts": lit.n_expert, "num_experts_per_tok": lit.n_expert_per_token}
         return config | experts | {"intermediate_size": inner, "hidden_act": "silu"}
+    if family == "qwen3_moe":  # LitGPT's router always divides by the sum of the chosen experts
+        experts = {"num_experts": lit.n_expert, "num_experts_per_tok": lit.n_expert_per_token, "norm_topk_prob": True}
+        inner = lit.moe_intermediate_size or lit.intermediate_size
+        sparse = {"moe_intermediate_size": inner, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        return config | experts | sparse | {"attention_bias": False, "hidden_act": "silu"}
     if family.startswith("gemma"):
         config |= {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False}
         gemma2 = {
@@ -290,6 +295,8 @@ GEMMA = {**RMS_NORM, "mlp_class_name": "GemmaMLP", "is_gemma": True, "scale_embe
 GEMMA |= {"attn_bias": False, "gelu_approximate": "tanh"}
 LLAMA = {**RMS_NORM, "mlp_class_name": "LLaMAMLP", "is_gemma": False, "scale_embeddings": False, "norm_qk": False}
 LLAMA |= {"attn_bias": False, "post_attention_norm": False, "post_mlp_norm": False, "sliding_window_size": False}
+MIXTURE = {**LLAMA, "mlp_class_name": "LLaMAMoE", "n_expert": True, "n_shared_expert": False, "n_expert_groups": False}
+MIXTURE |= {"routed_scaling_factor": 1}
 FALCON = {**LAYER_NORM, "lm_head_bias": False, "bias": False, "attn_bias": False, "parallel_residual": True}
 FALCON |= {"rotary_percentage": 1, "gelu_approximate": "none", "heads_span_width": True}
 
@@ -319,15 +326,11 @@ FAMILIES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     (
         "mixtral",
         {
-            **{name: value for name, value in LLAMA.items() if name != "sliding_window_size"},
-            "mlp_class_name": "LLaMAMoE",
-            "n_expert": True,
-            "n_shared_expert": False,
-            "n_expert_groups": False,
-            "routed_scaling_factor": 1,
+            **{name: value for name, value in MIXTURE.items() if name != "sliding_window_size"},
             "window_in_every_layer": True,
         },
     ),
+    ("qwen3_moe", {**MIXTURE, "norm_qk": True, "norm_qk_type": "default"}),
     ("qwen3", {**LLAMA, "norm_qk": True, "norm_qk_type": "default"}),
     ("qwen2", {**LLAMA, "attn_bias": True}),
     ("mistral", {**LLAMA, "sliding_window_size": True, "window_in_every_layer": True}),
@@ -364,5 +367,6 @@ def refused(source: str, lit: LitConfig, description: str) -> UnsupportedInput:
     """The error for a model that transformers does not have; `description` says what it lacks."""
     return UnsupportedInput(
         f"`{source}` is {description} (`{lit.name[:60]}`), for which no equivalent model is known",
-        hint="supported are llama, mistral, mixtral, phi-3, qwen2, qwen3, gemma 1 and 2, phi, pythia and falcon",
+        hint="supported are llama, mistral, mixtral, phi-3, qwen2, qwen3 and its MoE, gemma 1 and 2, phi, pythia, "
+        "falcon",
     )

@@ -26,7 +26,7 @@ from llmconv.convert.algebra import concat, deal_rows, fitting, fuse, interleave
 from llmconv.convert.assembly import config_folder, contents_around, second_models, side_files_of, stored_config
 from llmconv.convert.formats import AdapterFormat, Format, has_sign_of
 from llmconv.convert.formats.litgpt import config as configs
-from llmconv.convert.models.completeness import as_loaded
+from llmconv.convert.models.completeness import WRAPPERS, as_loaded
 from llmconv.convert.models.config_file import causal_lm_config, read_config_file
 from llmconv.convert.state_dicts.files import Sign, require_state
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
@@ -152,7 +152,15 @@ def table_of(lit: configs.LitConfig, family: str) -> dict[str, str | None]:
     if family == "falcon" and not lit.shared_attention_norm:
         return FALCON_40B
     table, moe = TABLES.get(family, LLAMA), "model.layers.{}.block_sparse_moe"
-    experts: dict[str, str | None] = {
+    if family == "qwen3_moe":
+        table = table | {f"{LAYER}.mlp.gate.weight": "model.layers.{}.mlp.gate.weight"}
+        experts: dict[str, str | None] = {
+            f"{LAYER}.mlp.experts.{number}.{source}.weight": f"model.layers.{{}}.mlp.experts.{number}.{target}.weight"
+            for number in range(lit.n_expert)
+            for source, target in (("fc_1", "gate_proj"), ("fc_2", "up_proj"), ("proj", "down_proj"))
+        }
+        return table | experts
+    experts = {
         f"{LAYER}.mlp.experts.{number}.{source}.weight": f"{moe}.experts.{number}.{target}.weight"
         for number in range(lit.n_expert)
         for source, target in (("fc_1", "w1"), ("fc_2", "w3"), ("proj", "w2"))
@@ -161,7 +169,6 @@ def table_of(lit: configs.LitConfig, family: str) -> dict[str, str | None]:
 
 
 FILE = "lit_model.pth"
-WRAPPERS = ("_forward_module.", "_orig_mod.", "module.")
 ADAPTERS = ("lora_", "adapter_", "gating_factor")
 HEADS = ("lm_head.weight", "embed_out.weight")
 OWN_NAMES = re.compile(  # names that no other system has (its `model.py`)
@@ -204,9 +211,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
 
 def unwrapped(name: str) -> str:
     """The name without what trainers put before it."""
-    for wrapper in WRAPPERS:
-        name = name.removeprefix(wrapper)
-    return name
+    return WRAPPERS.sub("", name)
 
 
 FORMAT = Format(
@@ -215,8 +220,8 @@ FORMAT = Format(
     detect=lambda path: has_sign_of("litgpt", _file(path)),
     sign=Sign(names=OWN_NAMES),
     open=_open,
-    covers="Llama 2 and 3, Code Llama, TinyLlama, Mistral, Mixtral, Phi 1.5 to 4, Qwen 2, 2.5 and 3, Gemma 1 and 2, "
-    "Pythia, Falcon; fused matrices of both ages",
+    covers="Llama 2 and 3, Code Llama, TinyLlama, Mistral, Mixtral, Phi 1.5 to 4, Qwen 2, 2.5 and 3 (also MoE), "
+    "Gemma 1 and 2, Pythia, Falcon; fused matrices of both ages",
     peek=lambda path: require_state(_file(path)).tensors(),
 )
 

@@ -376,3 +376,17 @@ def test_a_merge_that_changes_nothing_is_reported(
     for dtype in ("keep", "bfloat16"):
         (warning,) = merge_lora(base, [same], tmp_path / dtype, dtype=dtype).warnings
         assert "the merge changes nothing" in warning
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+def test_factors_alone_in_a_file_of_a_model_are_an_adapter(
+    base: Path, save_tensors: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    factors = {f"{PREFIX}.lora_A.default.weight": torch.ones(2, 4), f"{PREFIX}.lora_B.default.weight": torch.ones(6, 2)}
+    folder = save_tensors("trained", factors, {"adapter_config.json": CONFIG}, weights="model.safetensors")
+    if name.endswith(".bin"):
+        (folder / "model.safetensors").unlink()
+        torch.save(factors, folder / name)
+    merge_lora(base, [folder], tmp_path / "out")
+    merged = load_file(tmp_path / "out/model.safetensors")[f"model.{Q}.weight"]
+    assert torch.equal(merged, torch.full_like(merged, 5))  # 1 + alpha/r · 2

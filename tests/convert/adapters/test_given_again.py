@@ -46,6 +46,13 @@ def test_a_weight_of_0_is_named(trained: Path, tmp_path: Path) -> None:
     assert "has weight 0 and changes nothing" in stderr
 
 
+@pytest.mark.parametrize("combine", ["ties", "dare_ties"])
+def test_a_weight_of_0_counts_where_signs_are_elected(trained: Path, tmp_path: Path, combine: str) -> None:
+    options = ("--weight", 1, "--weight", 0, "--combine", combine, "--density", 1)
+    stderr = warnings_of(tmp_path / "out", trained / "base", trained / "adapter", trained / "adapter", *options)
+    assert "has weight 0 and counts only where signs are elected" in stderr
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [

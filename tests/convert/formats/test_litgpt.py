@@ -32,6 +32,7 @@ CASES = {
     "phi2": "phi",
     "qwen2_5": "qwen2",
     "qwen3": "qwen3",
+    "qwen3_moe": "qwen3_moe",
     "gemma": "gemma",
     "gemma2": "gemma2",
     "pythia": "gpt_neox",

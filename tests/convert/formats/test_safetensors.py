@@ -26,6 +26,7 @@ from transformers import (
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import to_hf
+from llmconv.convert.adapters.peft_file import plain_name
 from llmconv.convert.formats import detect, formats
 from llmconv.convert.inspection import inspect
 from llmconv.convert.models.head_and_dtype import settled
@@ -178,6 +179,23 @@ def test_the_names_of_wrappers_are_stripped(tmp_path: Path, prefix: str) -> None
 def test_a_folder_with_a_config_whose_names_are_wrapped_is_converted(tmp_path: Path) -> None:
     write(tmp_path / "x" / "model.safetensors", prefixed(llama_state(), "module."))
     assert set(open_training(tmp_path / "x")) == set(llama_state())
+
+
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_fpw_module", "_forward_module")
+
+
+@pytest.mark.parametrize("wrapped", ["model", "layers.0", "self_attn", "mlp"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_folder_with_wrapped_modules_is_refused_as_a_model_and_converted(
+    tmp_path: Path, wrapper: str, wrapped: str
+) -> None:
+    inside = {name.replace(f"{wrapped}.", f"{wrapped}.{wrapper}.", 1): t for name, t in llama_state().items()}
+    write(tmp_path / "x" / "model.safetensors", inside)
+    with pytest.raises(MalformedInput, match="names of a trainer's wrappers") as caught:
+        open_checkpoint(tmp_path / "x")
+    assert f"llmconv to-hf {tmp_path / 'x'}" in caught.value.hint
+    assert set(open_training(tmp_path / "x")) == set(llama_state())
+    assert {plain_name(name) for name in inside} == set(llama_state())
 
 
 @pytest.mark.parametrize("stem", ["model", "pytorch_model", "step-200"])

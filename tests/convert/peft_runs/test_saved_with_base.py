@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import merge_lora, to_hf
+from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused
 from tests.builders.dcp_folders import save as save_dcp
 from tests.builders.lora_models import State, assert_equal, causal_lm, shake
@@ -47,8 +48,14 @@ def fsdp(state: State, folder: Path) -> Path:
     return save_dcp(folder / "pytorch_model_fsdp_0", {"model": state})
 
 
+def under_a_key(state: State, folder: Path) -> Path:
+    torch.save({"model_state_dict": state, "epoch": 3}, folder / "checkpoint.pt")
+    return folder / "checkpoint.pt"
+
+
 SAVES: dict[str, Callable[[State, Path], Path]] = {
     "zero_to_fp32": torch_file,
+    "torch.save": under_a_key,
     "safetensors": safetensors_file,
     "fsdp": fsdp,
     "deepspeed": zero,
@@ -76,6 +83,11 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_the_adapter_is_merged_into_the_base_that_is_saved_with_it(run: Path, tmp_path: Path) -> None:
     to_hf(run, tmp_path / "out", config=[tmp_path / "base/config.json"])
     assert_equal(tmp_path / "out", load_file(tmp_path / "exact/model.safetensors"))
+
+
+def test_the_run_is_no_second_model_next_to_itself(run: Path, tmp_path: Path) -> None:
+    found = open_training(run, config=(tmp_path / "base/config.json",))
+    assert [line for line in found.warnings if "the model again" in line] == []
 
 
 def test_the_adapter_can_be_kept_apart(run: Path, tmp_path: Path) -> None:
