@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_model_type
-from llmconv.checkpoint import Checkpoint, is_model_folder, open_checkpoint
+from llmconv.checkpoint import Checkpoint, is_model_folder, open_checkpoint, with_modules
 from llmconv.convert.deltas import DELTA_FILE, arithmetic
 from llmconv.convert.deltas.exact import open_exact, plan_exact
 from llmconv.convert.deltas.low_rank import LowRankDelta, plan_low_rank
@@ -277,7 +277,7 @@ def open_model(name: str | Path) -> Checkpoint:
         if is_model_folder(path) and detect(path) is None:  # which no training format claims
             model = open_checkpoint(path)
             require_model_type(model.config, path)
-            return with_copied_code(model)
+            return with_copied_code(with_modules(model))
         opened = open_training(path)
         if not opened.tensors:
             raise UnsupportedInput(

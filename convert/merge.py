@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_model_type
-from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, is_model_folder, open_checkpoint
+from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, is_model_folder, open_checkpoint, with_modules
 from llmconv.convert.adapters.adapter import Adapter, is_zero
 from llmconv.convert.adapters.base_checks import SampleCheck, check_written, warn_of_origin
 from llmconv.convert.adapters.combining import DEFAULTS, METHODS, MergeOptions, Recipe, recipe_of, sha256_of
@@ -157,7 +157,7 @@ def _open_base(base: str | Path, adapters: Sequence[str | Path]) -> Checkpoint:
             )
         checkpoint = open_checkpoint(path)
         require_model_type(checkpoint.config, base)
-        return with_copied_code(checkpoint)
+        return with_copied_code(with_modules(checkpoint))
 
 
 def _training_format(path: Path) -> str | None:

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.causal_lm import architecture, require_model_type
-from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, is_model_folder, open_checkpoint, read_json
+from llmconv.checkpoint import (
+    ADAPTER_CONFIG,
+    Checkpoint,
+    is_model_folder,
+    open_checkpoint,
+    read_json,
+    sentence_files,
+)
 from llmconv.convert.assembly import dropped_outside, map_names, side_files_of
 from llmconv.convert.deltas import is_recorded_delta
 from llmconv.convert.formats import Format, adapter_format, by_name, detect, formats
@@ -163,7 +170,7 @@ def open_again(
     if options.get("drop"):
         opened = _without_others(opened, settings, name)
     settings |= {AUTO_MAP: own[AUTO_MAP]} if own else {}
-    side_files = side_files_of(folder, tokenizer)
+    side_files = {**side_files_of(folder, tokenizer), **sentence_files(folder)}
     result = replace(opened, config=settings, side_files=side_files)
     if (trusted := trusted_code(options)) and has_code(settings, side_files):
         return with_code(result, trusted, name)

@@ -6,7 +6,7 @@ import json
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import inf, isfinite
 from pathlib import Path
@@ -156,6 +156,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     config = read_json(own_file(path, "config.json"))
     if isinstance(given := config.get("quantization"), dict) and {"bits", "group_size"} <= given.keys():
         config.setdefault("quantization_config", given)  # mlx-lm writes both, and wrote the first alone
+    if not config.get("quantization_config") and (settings := _settings_of_modelopt(path)):
+        config["quantization_config"] = settings
     tensors = open_weights(path)
     refuse_unmerged(tensors, config, path.name)
     refuse_wrapped(tensors, path)
@@ -167,6 +169,18 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(
         path, "hf", tensors, config, read_side_files(path), version=version, shards=len({*files.values()}), files=files
     )
+
+
+def _settings_of_modelopt(folder: Path) -> dict[str, Any] | None:
+    """What ModelOpt states in a file of its own, as newer releases state it in the config; None for plain weights.
+
+    Source: `modelopt/torch/export/unified_export_hf.py`; without `quant_algo` only keys and values are quantized.
+    """
+    if not (folder / MODELOPT).is_file():
+        return None
+    given = read_json(own_file(folder, MODELOPT)).get("quantization")
+    algorithm = given.get("quant_algo") if isinstance(given, dict) else None
+    return {"quant_method": "modelopt", "quant_algo": str(algorithm)} if algorithm else None
 
 
 def refuse_mlx_layout(tensors: Mapping[str, LazyTensor], source: str) -> None:
@@ -185,6 +199,7 @@ def refuse_mlx_layout(tensors: Mapping[str, LazyTensor], source: str) -> None:
             )
 
 
+MODELOPT = "hf_quant_config.json"
 PLACES = ("compression_config", "text_config", "llm_config", "language_config")
 CODED = (".weight_packed", ".qweight", ".weight_scale", ".weight_scale_inv")  # suffixes of names of codes and scales
 
@@ -279,6 +294,56 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
     for name, content in files.items():
         refuse_git_lfs(content, name)
     return files
+
+
+SENTENCE_MODULES = "modules.json"
+MOST_MODULES = 64
+SENTENCE_FILES = ("config_sentence_transformers.json", "sentence_bert_config.json")
+OF_MODULES = re.compile(r"[\w.-]+\.(?:json|txt|safetensors)|pytorch_model\.bin")
+
+
+def with_modules(checkpoint: Checkpoint) -> Checkpoint:
+    """A folder with the files of sentence-transformers among its side files, see `sentence_files`."""
+    found = sentence_files(checkpoint.path)
+    return replace(checkpoint, side_files={**checkpoint.side_files, **found}) if found else checkpoint
+
+
+def sentence_files(folder: Path) -> dict[str, bytes]:
+    """The files of sentence-transformers by path, with the weights of the modules after the model; usually none.
+
+    Without them that library takes the mean of all tokens. Source: `modules.json` lists the modules, each with the
+    folder of its files. Raises MalformedInput for another list, or a folder elsewhere.
+    """
+    if not (folder / SENTENCE_MODULES).is_file():
+        return {}
+    listed = listed_modules(folder)
+    names = [SENTENCE_MODULES, *(name for name in SENTENCE_FILES if (folder / name).is_file())]
+    for _, home in listed:
+        if (folder / home).is_symlink():
+            raise MalformedInput(f"`{SENTENCE_MODULES}` names `{home}`, which is a link", hint="copy the folder again")
+        inner = sorted((folder / home).iterdir()) if home and (folder / home).is_dir() else []
+        names += [f"{home}/{file.name}" for file in inner if OF_MODULES.fullmatch(file.name)]
+    files = {name: read_small(own_file(folder, name)) for name in names}
+    for name, content in files.items():
+        refuse_git_lfs(content, name)
+    return files
+
+
+def listed_modules(folder: Path) -> list[tuple[str, str]]:
+    """Kind and folder of each module in `modules.json`, in order; the folder of the model is empty."""
+    content = parse_object(b'{"modules": ' + read_small(own_file(folder, SENTENCE_MODULES)) + b"}", SENTENCE_MODULES)[
+        "modules"
+    ]
+    if not isinstance(content, list) or len(content) > MOST_MODULES:
+        raise MalformedInput(f"`{SENTENCE_MODULES}` is not a list of modules", hint="copy it from the original model")
+    found = []
+    for entry in content:
+        kind, home = (entry.get(name) if isinstance(entry, dict) else None for name in ("type", "path"))
+        is_plain = isinstance(home, str) and (not home or re.fullmatch(r"\w[\w.-]*", home))
+        if not isinstance(kind, str) or not is_plain:
+            raise MalformedInput(f"`{SENTENCE_MODULES}` has a module without a type and a folder", hint="copy it again")
+        found.append((kind.rpartition(".")[2], str(home)))
+    return found
 
 
 def own_file(folder: Path, name: str) -> Path:

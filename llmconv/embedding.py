@@ -77,7 +77,8 @@ class Embedder:
 
         `texts` are in order, for a reranker the whole prompts; `prompt_name` is the prompt in front of each, None for
         the model's default. Texts of similar length share a batch of `batch_size`; one longer than the model takes is
-        cut at its end, with a warning. Raises UsageProblem for no such prompt, InputRefused for a text without tokens.
+        cut at its end, with a warning. Raises UsageProblem for no such prompt, InputRefused for a text without tokens,
+        and for one of a reranker that is too long.
         """
         require_least(batch_size, 1, "batch_size")
         tokens = self.tokens(texts, prompt_name)
@@ -131,8 +132,13 @@ class Embedder:
         return made
 
     def _long(self, made: Sequence[Sequence[int]]) -> list[int]:
-        """The texts that are cut, after a warning about them."""
+        """The texts that are cut, after a warning about them; of a reranker none may be, as the end has the score."""
         if long := [at for at, ids in enumerate(made) if len(ids) > self.most]:
+            if self.role == "rerank":
+                raise InputRefused(
+                    f"text {long[0] + 1} is longer than {self.most} tokens, and its score is read at its end",
+                    hint="shorten the document in it; what the template writes after that has to stay",
+                )
             warn(f"{len(long)} of {len(made)} texts are longer than {self.most} tokens and were cut at their end")
         return long
 

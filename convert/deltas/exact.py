@@ -37,7 +37,7 @@ import numpy as np
 import zstandard
 
 from llmconv.background import prefetch
-from llmconv.checkpoint import Checkpoint, read_json, read_side_files
+from llmconv.checkpoint import Checkpoint, read_json, read_side_files, sentence_files
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.models.config_file import without_code
 from llmconv.convert.models.head_and_dtype import HEAD, find_embedding
@@ -259,7 +259,7 @@ def open_exact(folder: Path) -> ExactDelta:
     if not (folder / "config.json").is_file():
         raise MalformedInput(f"`config.json` is missing from `{folder}`", hint="copy the delta again")
     base_name = str(content.get("base"))[:200]
-    config, side_files = read_json(folder / "config.json"), read_side_files(folder)
+    config, side_files = read_json(folder / "config.json"), {**read_side_files(folder), **sentence_files(folder)}
     with suppress(MalformedInput):  # code that is elsewhere, or not to be copied
         side_files |= code_of(folder, config, side_files)
     return ExactDelta(folder, stored, base_name, config, side_files)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_model_type
-from llmconv.checkpoint import Checkpoint, is_model_folder, open_checkpoint, refuse_unmerged
+from llmconv.checkpoint import Checkpoint, is_model_folder, open_checkpoint, refuse_unmerged, with_modules
 from llmconv.compressed.schemes import BASE_FORMATS, IntegerOptions, Scheme, fitted, scheme_of
 from llmconv.compressed.selection import Selected, select
 from llmconv.convert.models.completeness import check_folder
@@ -177,7 +177,9 @@ def opened(
             refuse_unmerged(checkpoint.tensors, checkpoint.config, path.name)
             plain_tensors(checkpoint)  # refuses codes
             notes = check_folder(checkpoint.tensors, checkpoint.config, path.name)
-            checkpoint = settled(with_copied_code(replace(checkpoint, warnings=(*checkpoint.warnings, *notes))))
+            checkpoint = settled(
+                with_copied_code(replace(with_modules(checkpoint), warnings=(*checkpoint.warnings, *notes)))
+            )
         else:
             from llmconv.convert.opening import open_training  # noqa: PLC0415 - most models are Hugging Face folders
 

@@ -314,6 +314,11 @@ class TextModel:
         options: dict[str, Any] = {"add_special_tokens": add_special_tokens, "most": most, "variables": variables}
         return self._known(encode_chat(self.tokenizer, messages, template, **options))
 
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids that a prompt may have: the rows of the embedding, often more than the tokenizer has."""
+        return self._vocabulary or len(self.tokenizer)
+
     @cached_property
     def _vocabulary(self) -> int | None:
         """Number of tokens that the model knows; None if its configuration does not tell."""

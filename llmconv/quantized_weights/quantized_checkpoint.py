@@ -8,12 +8,13 @@ from functools import lru_cache
 from typing import Any, Self
 
 from llmconv.checkpoint import Checkpoint, is_conv1d, refuse_misplaced, transposed
-from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.plugins import each_plugin
 from llmconv.quantized_weights.packed_weight import IntegerCodes, PackedWeight
 from llmconv.tensors import Array, LazyTensor
 
 FIELD = "quantization_config"
+CODES = {"int8", "uint8", "int32", "float8_e4m3fn", "float8_e5m2"}  # dtypes that no plain weight has
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,7 @@ def quantized_checkpoint(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
         turned = len(weight.shape) == 2 and is_conv1d(checkpoint.config, weight.name)
         weights[name] = TransposedWeight(weight.name, weight.parts, weight.shape[::-1], weight) if turned else weight
     if not weights:
-        problem = f"the model's config has `{method.name}`, but no weight in its files is quantized"
-        raise MalformedInput(problem, hint=f"take `{FIELD}` out of `config.json` if the weights are plain")
+        raise _nothing(checkpoint, method)
     # refuses a weight that is stored both as codes and as plain values
     for name, weight in weights.items():
         if name in checkpoint and name not in weight.parts:
@@ -78,6 +78,20 @@ def quantized_checkpoint(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
     config = {name: value for name, value in checkpoint.config.items() if name != FIELD}
     plain = replace(checkpoint, tensors=tensors, config=config)
     return QuantizedCheckpoint(checkpoint, method, weights, plain)
+
+
+def _nothing(checkpoint: Checkpoint, method: QuantizationMethod) -> InputRefused:
+    """The refusal of a model without a quantized weight that the method knows."""
+    if codes := next((name for name, tensor in checkpoint.items() if tensor.dtype.name in CODES), None):
+        return UnsupportedInput(
+            f"`{codes}` has codes under a name that is not known for `{method.name}`",
+            hint="quantize the model again with a newer version of the program that wrote it, or take the model it was "
+            "quantized from",
+        )
+    return MalformedInput(
+        f"the model's config has `{method.name}`, but no weight in its files is quantized",
+        hint=f"take `{FIELD}` out of `config.json` if the weights are plain",
+    )
 
 
 def method_name(config: Mapping[str, Any]) -> str | None:

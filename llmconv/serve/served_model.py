@@ -357,9 +357,10 @@ class ServedModel:
     def _encode(self, prompt: str | tuple[int, ...]) -> EncodedPrompt:
         if isinstance(prompt, str):
             return EncodedPrompt(self.model.without_images(self.model.encode(prompt, most=self.model.longest_prompt)))
-        most = len(self.model.tokenizer)
-        if any(not 0 <= token < most for token in prompt):
-            raise ApiError(f"`prompt` has a token id outside the model's vocabulary of {most}", parameter="prompt")
+        most = self.model.vocabulary
+        if (odd := next((token for token in prompt if not 0 <= token < most), None)) is not None:
+            problem = f"`prompt` has the token id {odd}, outside the model's vocabulary of {most}"
+            raise ApiError(problem, parameter="prompt")
         return EncodedPrompt(list(prompt))
 
     def _settings(

@@ -8,15 +8,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from gguf import GGUFReader
 
 import llmconv
 from llmconv.cli import main
-from llmconv.convert import from_hf, to_gguf
+from llmconv.convert import from_hf, to_gguf, to_hf
 from llmconv.errors import InputRefused, OutputFailed, UnsupportedInput, UsageProblem
 from llmconv.output import local_folder, plan
+from tests.builders.embedding_models import TANH, save_modules
 from tests.conftest import save_tiny
 
 
@@ -122,8 +125,25 @@ def test_a_file_that_appears_meanwhile_is_kept(model: Path, tmp_path: Path, monk
     assert os.listdir(tmp_path) == ["x.gguf"]
 
 
-def test_the_pooling_that_a_file_does_not_state_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = save_tiny("qwen3", tmp_path / "model")
-    (model / "modules.json").write_text("[]")
+@pytest.mark.parametrize(("pooling", "number"), [("mean", 1), ("cls", 2), ("lasttoken", 3)])
+def test_the_pooling_of_sentence_transformers_goes_and_comes_back(tmp_path: Path, pooling: str, number: int) -> None:
+    model = save_modules(save_tiny("qwen3", tmp_path / "model"), pooling)
     to_gguf(model, tmp_path / "x.gguf")
-    assert "give llama.cpp the pooling of `1_Pooling`" in capsys.readouterr().err
+    assert GGUFReader(tmp_path / "x.gguf").fields["qwen3.pooling_type"].contents() == number
+    to_hf(tmp_path / "x.gguf", tmp_path / "back")
+    kinds = [one["type"].rpartition(".")[2] for one in json.loads((tmp_path / "back/modules.json").read_text())]
+    assert kinds == ["Transformer", "Pooling", "Normalize"]
+    to_gguf(tmp_path / "back", tmp_path / "again.gguf")
+    assert GGUFReader(tmp_path / "again.gguf").fields["qwen3.pooling_type"].contents() == number
+
+
+@pytest.mark.parametrize(
+    ("pooling", "dense", "told"),
+    [(["mean", "cls"], [], "Pooling"), ("max", [], "Pooling"), ("mean", [(48, TANH, True)], "Dense")],
+)
+def test_modules_that_a_file_does_not_state_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], pooling: str, dense: list[Any], told: str
+) -> None:
+    to_gguf(save_modules(save_tiny("qwen3", tmp_path / "model"), pooling, dense), tmp_path / "x.gguf")
+    assert f"does not state the modules {told} of" in capsys.readouterr().err
+    assert ("qwen3.pooling_type" in GGUFReader(tmp_path / "x.gguf").fields) is (told == "Dense")

@@ -90,6 +90,14 @@ def test_a_text_that_is_too_long_is_cut_with_a_warning(
     assert "longer than 2 tokens" in capfd.readouterr().err
 
 
+def test_a_prompt_of_a_reranker_that_is_too_long_is_refused(folder: Path) -> None:
+    """What its template writes after the document has the score, and would be cut."""
+    embedder = Embedder(folder)
+    embedder.role, embedder.most = "rerank", 2
+    with pytest.raises(InputRefused, match="text 2 is longer than 2 tokens, and its score is read at its end"):
+        embedder.tokens(["t3", "t3 t4 t5"])
+
+
 def test_a_folder_without_such_a_graph_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputRefused, match="no graph that returns embeddings"):
         Embedder(tmp_path)

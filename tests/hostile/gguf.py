@@ -252,7 +252,7 @@ UNREAD = {
     "expert_shared_count": 1,
     "leading_dense_block_count": 1,
     "use_parallel_residual": True,
-    "pooling_type": 1,
+    "pooling_type": 4,
     "rope__scaling__attn_factor": 1.2,
     "rope__scaling__yarn_ext_factor": 1.0,
     "rope__dimension_sections": np.array([1, 0, 0, 0], "i4"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -172,6 +173,24 @@ def test_settings_in_another_place_are_named(place: str, changed: Callable[..., 
             reads(moved)
     plain = {name: one for name, one in checkpoint.items() if "proj" not in name}
     assert quantized_checkpoint(replace(moved, tensors=plain)) is None  # plain weights, and a field that is left over
+
+
+@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4", None])
+def test_settings_of_modelopt_in_a_file_of_their_own_are_named(
+    algorithm: str | None, changed: Callable[..., Path]
+) -> None:
+    """Without an algorithm only keys and values are quantized, and weights are plain."""
+    folder = changed(PACKED)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    stated = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(stated))
+    if algorithm is None:
+        assert quantized_checkpoint(open_checkpoint(folder)) is None
+    else:
+        with pytest.raises(UnsupportedInput, match="quantized with `modelopt`"):
+            quantized_checkpoint(open_checkpoint(folder))
 
 
 @pytest.mark.parametrize("table", ["model.embed_tokens", "transformer.wte", "backbone.embeddings"])

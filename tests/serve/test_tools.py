@@ -17,6 +17,7 @@ from llmconv.serve.app import make_app
 from llmconv.serve.scheduler import Scheduler
 from llmconv.serve.served_model import ServedModel
 from tests.builders.worded_models import (
+    COLUMNS,
     DEEPSEEK_TEMPLATE,
     HERMES_TEMPLATE,
     MISTRAL_TEMPLATE,
@@ -92,6 +93,15 @@ def streamed(client: TestClient, **body: Any) -> tuple[dict[str, Any], list[Any]
             else:
                 message["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
     return {**message, "finish": events[-1]["choices"][0]["finish_reason"]}, events
+
+
+def test_ids_of_a_prompt_may_be_any_that_the_model_has(client: TestClient) -> None:
+    """Its embedding has more rows than its tokenizer has tokens, as published models have."""
+    path = "/v1/completions"
+    assert ask(client, path=path, prompt=[5, COLUMNS - 1], max_tokens=1)["usage"]["prompt_tokens"] == 2
+    refused = ask(client, 400, path=path, prompt=[5, COLUMNS, 7], max_tokens=1)
+    assert refused["param"] == "prompt"
+    assert f"the token id {COLUMNS}, outside the model's vocabulary of {COLUMNS}" in refused["message"]
 
 
 def says(text: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import Array, LazyTensor
 
 Tensors = Mapping[str, LazyTensor]
+POOLINGS = {"mean": 1, "cls": 2, "lasttoken": 3}  # values of `pooling_type` (`PoolingType` of the package `gguf`)
 FREQUENCIES, LONG = "rope_freqs.weight", ("rope_factors_long.weight", "rope_factors_short.weight")
 HINT = "the file was changed, or another program wrote it; download it again, or convert the original model"
 
@@ -62,6 +63,7 @@ HARMLESS = {
 """Keys that change no result of an architecture that does not ask for them."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "pooling_type": (0, None, *POOLINGS.values()),  # of embeddings, for which `modules.json` is made
     "attention.causal": (True,),
     "expert_gating_func": (1,),  # softmax
     "expert_weights_norm": (True,),

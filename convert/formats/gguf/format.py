@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import Checkpoint, is_model_folder
+from llmconv.checkpoint import SENTENCE_MODULES, Checkpoint, is_model_folder
 from llmconv.convert.algebra import equal
 from llmconv.convert.assembly import side_files_of
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.gguf.codes import filled, turned_in, types_by_name, with_codes, with_graph_codes
-from llmconv.convert.formats.gguf.configs import FREQUENCIES, HINT, LONG, Keys
+from llmconv.convert.formats.gguf.configs import FREQUENCIES, HINT, LONG, POOLINGS, Keys
 from llmconv.convert.formats.gguf.names import in_hugging_face_names
 from llmconv.convert.formats.gguf.save import KINDS, Stored, gguf_pieces, save
 from llmconv.convert.formats.gguf.tokenizer import special_ids, tokenizer_files
@@ -25,6 +25,7 @@ from llmconv.convert.models.config_file import plain_fields, with_architecture
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.files.gguf_file import GGUFFile, GGUFTensor, is_gguf, parts_of, read_gguf
 from llmconv.files.source_file import open_source
+from llmconv.output.plan import json_bytes
 from llmconv.tensors import BY_NAME, LazyTensor, as_bytes, cast
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
@@ -91,6 +92,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     settings = with_architecture({**settings, **plain_fields(fields, warnings)})
     settings = settings if "quantization_config" in settings else as_loaded(tensors, settings)
     side_files = side_files_of(path, tokenizer) if tokenizer else tokenizer_files(found.metadata, path.name, warnings)
+    side_files |= _modules(keys, found.metadata, settings, warnings)
     counts = Counter(tensor.type for tensor in found.tensors.values())
     types = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
     dropped = [name for name in (FREQUENCIES, *LONG) if name in found.tensors]
@@ -99,6 +101,26 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     return Checkpoint(
         path, FORMAT.name, tensors, settings, side_files, tuple(warnings), f"llama.cpp ({types})", shards, notes
     )
+
+
+def _modules(
+    keys: Keys, metadata: Mapping[str, Any], settings: Mapping[str, Any], warnings: list[str]
+) -> dict[str, bytes]:
+    """The files of sentence-transformers for the pooling that a file states; none without one."""
+    number = metadata.get(f"{keys.architecture}.pooling_type")
+    mode = next((name for name, one in POOLINGS.items() if one == number), None) if type(number) is int else None
+    if mode is None:
+        return {}
+    kinds = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
+    listed = [
+        {"idx": at, "name": str(at), "path": home, "type": f"sentence_transformers.models.{kind}"}
+        for at, (home, kind) in enumerate(kinds)
+    ]
+    fields = {"mean": "mean_tokens", "cls": "cls_token", "lasttoken": "lasttoken"}
+    config: dict[str, Any] = {"word_embedding_dimension": settings["hidden_size"]}
+    config |= {f"pooling_mode_{field}": name == mode for name, field in fields.items()}
+    warnings.append("embeddings have length 1 (`2_Normalize`), as llama.cpp returns them; the file does not state it")
+    return {SENTENCE_MODULES: json_bytes(listed), "1_Pooling/config.json": json_bytes(config)}
 
 
 def tensor_types(path: Path) -> dict[str, str]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from llmconv.causal_lm import mtp_tensors
-from llmconv.checkpoint import Checkpoint, transposed
+from llmconv.checkpoint import SENTENCE_MODULES, Checkpoint, listed_modules, own_file, read_json, transposed
 from llmconv.convert.algebra import (
     concat,
     deal_rows,
@@ -31,7 +31,14 @@ from llmconv.convert.algebra import (
     reshaped,
     rope_order,
 )
-from llmconv.convert.formats.gguf.configs import FREQUENCIES, LONG, Keys, llama3_factors, longrope_attention
+from llmconv.convert.formats.gguf.configs import (
+    FREQUENCIES,
+    LONG,
+    POOLINGS,
+    Keys,
+    llama3_factors,
+    longrope_attention,
+)
 from llmconv.convert.formats.gguf.names import (
     ARCHITECTURES,
     FALCON_TWO_NORMS,
@@ -108,10 +115,6 @@ def save(checkpoint: Checkpoint, shards: int, imatrix: Path | None = None, *, ki
     _require_same(checkpoint, architecture, keys, tensors)
     types = [stored[name].type for name in matrices if stored[name].type != "F32"]
     warnings += _approximations(_full(checkpoint.config).to_dict())
-    if (checkpoint.path / "modules.json").is_file():
-        warnings.append(
-            "the file does not state `modules.json`: give llama.cpp the pooling of `1_Pooling`, as `--pooling last`"
-        )
     vocabulary, left = tokenizer_keys(checkpoint, tensors["token_embd.weight"].num_rows, warnings)
     metadata = {
         "general.architecture": architecture,
@@ -122,6 +125,7 @@ def save(checkpoint: Checkpoint, shards: int, imatrix: Path | None = None, *, ki
             kind if kind in MIXTURES else max(types, key=types.count, default="F32")
         ],
         **{f"{architecture}.{key}": value for key, value in keys.items()},
+        **{f"{architecture}.{key}": value for key, value in _pooling(checkpoint.path, warnings).items()},
         **vocabulary,
         **about,
     }
@@ -271,6 +275,39 @@ def _latent_keys(full: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, 
         "leading_dense_block_count": full["first_k_dense_replace"] or 0,
         "expert_gating_func": 2 if full["model_type"] == "deepseek_v3" else 1,
     }
+
+
+MODES = {
+    "cls_token": "cls",
+    "mean_tokens": "mean",
+    "lasttoken": "lasttoken",
+    **{name: name for name in ("max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens")},
+}
+"""Pooling modes by what their fields before version 6 of sentence-transformers are called."""
+
+
+def _pooling(folder: Path, warnings: list[str]) -> dict[str, int]:
+    """The key of what follows the model in sentence-transformers; a warning for modules that no key states."""
+    modules = listed_modules(folder) if (folder / SENTENCE_MODULES).is_file() else []
+    others = [kind for kind, _ in modules if kind not in ("Transformer", "Pooling", "Normalize", "Dropout")]
+    homes = [home for kind, home in modules if kind == "Pooling"]
+    modes: list[Any] = []
+    for home in homes:
+        config = read_json(own_file(folder, f"{home}/config.json")) if (folder / home / "config.json").is_file() else {}
+        given = config.get("pooling_mode")
+        if given is None:
+            given = [mode for field, mode in MODES.items() if config.get(f"pooling_mode_{field}")] or ["mean"]
+        modes += given if isinstance(given, list) else [given]
+        others += ["Pooling"] if config.get("include_prompt") is False else []
+    number = POOLINGS.get(modes[0]) if len(modes) == 1 and isinstance(modes[0], str) else None
+    others += ["Pooling"] if homes and number is None else []
+    if others:
+        listed = ", ".join(dict.fromkeys(others))
+        warnings.append(
+            f"a GGUF file does not state the modules {listed} of `{SENTENCE_MODULES}`: its embeddings are those "
+            "before them"
+        )
+    return {} if number is None else {"pooling_type": number}
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------

@@ -129,13 +129,15 @@ def tokenizer_files(metadata: Mapping[str, Any], source: str, warnings: list[str
     ids = {name: _id(metadata, key, source) for name, key in SPECIAL.items()}
     bos = ids["bos_token"]
     begins = _flag(metadata, "add_bos_token", default=begins) and bos is not None
-    content["post_processor"] = bos_template(tokens[bos], bos) if begins and bos is not None else None
-    if _flag(metadata, "add_eos_token", default=False):
-        raise UnsupportedInput(f"`{source}` ends each text with eos (`add_eos_token`)", hint=GIVE)
+    ends_in = ids["eos_token"] if (ending := metadata.get("tokenizer.ggml.add_eos_token", False)) is True else None
+    if type(ending) is not bool or (ending and ends_in is None):
+        raise MalformedInput(f"`{source}` has an invalid `add_eos_token`, or no token that it adds", hint=GIVE)
+    content["post_processor"] = _template(tokens, bos if begins else None, ends_in)
     settings: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "add_bos_token": begins,
+        **({"add_eos_token": True} if ends_in is not None else {}),
         **{name: tokens[number] for name, number in ids.items() if number is not None},
     }
     files = {"tokenizer.json": tokenizer_bytes(content)}
@@ -147,6 +149,28 @@ def tokenizer_files(metadata: Mapping[str, Any], source: str, warnings: list[str
         generation = {"bos_token_id": bos, "eos_token_id": list(dict.fromkeys(ends)), "pad_token_id": ids["pad_token"]}
         files["generation_config.json"] = tokenizer_bytes({k: v for k, v in generation.items() if v is not None})
     return files
+
+
+def _template(tokens: Sequence[str], bos: int | None, eos: int | None) -> dict[str, Any] | None:
+    """The post-processor that begins each text with `bos` and ends it with `eos`; None for neither."""
+    if bos is None and eos is None:
+        return None
+    if bos is not None and eos is None:
+        return bos_template(tokens[bos], bos)
+
+    def of(text: str, number: int) -> list[dict[str, Any]]:
+        before, after = (
+            [] if one is None else [{"SpecialToken": {"id": tokens[one], "type_id": number}}] for one in (bos, eos)
+        )
+        return [*before, {"Sequence": {"id": text, "type_id": number}}, *after]
+
+    known = [one for one in (bos, eos) if one is not None]
+    return {
+        "type": "TemplateProcessing",
+        "single": of("A", 0),
+        "pair": [*of("A", 0), *of("B", 1)],
+        "special_tokens": {tokens[one]: {"id": tokens[one], "ids": [one], "tokens": [tokens[one]]} for one in known},
+    }
 
 
 def _flag(metadata: Mapping[str, Any], key: str, *, default: bool) -> bool:
@@ -345,7 +369,12 @@ def _metadata(checkpoint: Checkpoint, content: Mapping[str, Any], rows: int, war
         if type(number) is int and 0 <= number < rows:
             keys[f"{key}_token_id"] = number
     keys |= _ends(keys.get("eos_token_id"), checkpoint, rows, warnings)
-    keys["add_bos_token"] = bool(_around(content.get("post_processor"))[0])
+    before, after = _around(content.get("post_processor"))
+    keys["add_bos_token"] = bool(before)
+    if after:  # as llama.cpp's converter: eos is what ends a text, and eot what ends an answer
+        keys["add_eos_token"] = True
+        if after[-1] != keys.get("eos_token_id"):
+            keys |= {"eot_token_id": keys.get("eos_token_id", after[-1]), "eos_token_id": after[-1]}
     found = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
     template = files.get("chat_template.jinja", b"").decode() or settings.get("chat_template")
     if isinstance(template, list):  # of several, one is for chats
@@ -370,6 +399,7 @@ def _ends(eos: int | None, checkpoint: Checkpoint, rows: int, warnings: list[str
     return {name: number for name, number in found.items() if number is not None}
 
 
+SPACE = {"String": " "}  # the pattern of a step
 PRINTABLE = {*range(33, 127), *range(161, 173), *range(174, 256)}
 BYTES = {*map(chr, PRINTABLE), *(chr(256 + number) for number in range(256 - len(PRINTABLE)))}
 """The characters that stand for bytes in a byte-level vocabulary (`bytes_to_unicode` of GPT-2)."""
@@ -390,6 +420,12 @@ def _meaning(content: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str,
     vocabulary = {**model["vocab"], **{text: number for number, (text, *_) in added.items()}}
     rest = ["dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges", "unk_token"]
     steps = _flat(content.get("pre_tokenizer"), "pretokenizers")
+    if (
+        normalizer
+        and json.loads(normalizer[-1]).get("pattern") == SPACE
+        and " " not in json.loads(normalizer[-1])["content"]
+    ):
+        steps = [one for one in steps if json.loads(one).get("pattern") != SPACE]  # Gemma's: no text has a space then
     if any('"ByteLevel"' in one for one in steps) and vocabulary.keys() >= BYTES:
         rest.remove("unk_token")  # no text has an unknown part
     return {

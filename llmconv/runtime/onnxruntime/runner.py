@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnxruntime as ort
 
-from llmconv.errors import InputRefused
+from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.files.sources import snapshot_home
 from llmconv.output.manifest import GraphEntry, graph_entries, single_pass_entries
 from llmconv.runtime.extra_inputs import HIDDEN, ExtraInput, ModelCall
 from llmconv.runtime.onnxruntime.graph import OrtGraph, open_graph
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings, WidenedWeights, for_concurrent_use
+from llmconv.runtime.onnxruntime.session_settings import (
+    SessionSettings,
+    WidenedWeights,
+    for_concurrent_use,
+    short_provider,
+)
 from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Runner, Step
 from llmconv.tensors import Array
 
@@ -40,7 +46,9 @@ class OrtRunner(Runner):
                 hint=f"run `llmconv export {folder}{elsewhere}`, or give `--backend torch`"
                 + ("; `llmconv embed` runs graphs of embeddings, classes and scores" if others else ""),
             )
-        graph = open_graph(folder, entries.get("unified") or next(iter(entries.values())), settings)
+        graph = require_right(
+            open_graph(folder, entries.get("unified") or next(iter(entries.values())), settings), settings
+        )
         return cls(graph, graph)
 
     @classmethod
@@ -49,13 +57,13 @@ class OrtRunner(Runner):
     ) -> OrtRunner:
         """Graphs by their paths, `prefill` for the steps, too, if alone; MalformedInput if one is invalid."""
         if decode is None:
-            graph = open_graph(prefill.parent, _entry_of(prefill), settings)
+            graph = require_right(open_graph(prefill.parent, _entry_of(prefill), settings), settings)
             return cls(graph, graph)
         entries = _entry_of(prefill), _entry_of(decode)
         if prefill.parent.resolve() == decode.parent.resolve():
             return cls(*_open_pair(prefill.parent, *entries, settings))
-        first = open_graph(prefill.parent, entries[0], for_concurrent_use(settings))
-        return cls(first, open_graph(decode.parent, entries[1], settings))
+        first = require_right(open_graph(prefill.parent, entries[0], for_concurrent_use(settings)), settings)
+        return cls(first, require_right(open_graph(decode.parent, entries[1], settings), settings))
 
     @property
     def lora_inputs(self) -> Mapping[str, Sequence[int | str]]:
@@ -171,10 +179,26 @@ def _open_pair(
     """Prefill and decode graph of a folder: one session if they have the same content, else with shared weights."""
     settings = settings or SessionSettings()
     if first.content_key(folder) == second.content_key(folder):
-        graph = open_graph(folder, second, settings)
+        graph = require_right(open_graph(folder, second, settings), settings)
         return graph.under(first), graph
     settings = replace(settings, widened=WidenedWeights())
-    return open_graph(folder, first, for_concurrent_use(settings)), open_graph(folder, second, settings)
+    opened = open_graph(folder, first, for_concurrent_use(settings)), open_graph(folder, second, settings)
+    return require_right(opened[0], settings), require_right(opened[1], settings)
+
+
+# `verify` fails graphs of releases before the first that is supported (docs/targets.md)
+RIGHT = (1, 28)
+
+
+def require_right(graph: OrtGraph, settings: SessionSettings | None) -> OrtGraph:
+    """The graph; UnsupportedInput for one that the installed release is known to compute wrongly on its provider."""
+    release = tuple(int(part) for part in ort.__version__.split(".")[:2])
+    if graph.sizes and release < RIGHT and short_provider((settings or SessionSettings()).provider) == "webgpu":
+        raise UnsupportedInput(
+            f"onnxruntime {ort.__version__} computes `{graph.name}` wrongly on WebGPU, since its cache is a buffer",
+            hint="run `llmconv export --target ort-webgpu`, whose cache grows, or install onnxruntime-webgpu 1.28",
+        )
+    return graph
 
 
 def _entry_of(path: Path) -> GraphEntry:

@@ -377,7 +377,7 @@ END: dict[str, Any] = {
     ("parts", "said"),
     [
         ({"normalizer": {"type": "Lowercase"}}, "its normalizer"),
-        ({"post_processor": END}, "its tokens around a text"),
+        ({"post_processor": {**END, "single": [*END["single"], END["single"][1]]}}, "its tokens around a text"),
         (
             {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
             "divides text in a way",
@@ -391,6 +391,40 @@ def test_a_tokenizer_that_would_not_read_back_the_same_is_refused(
     with pytest.raises(InputRefused, match=said):
         from_hf(changed(tiny_model, tmp_path / "model", **parts), tmp_path / "out", to="gguf")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("end", ["<|end|>", "<|text|>"])
+def test_a_token_that_ends_each_text_goes_and_comes_back(tiny_model: Path, tmp_path: Path, end: str) -> None:
+    """As of Qwen3-Embedding: llama.cpp's eos is the token that ends a text, and its eot the tokenizer's eos."""
+    model = changed(tiny_model, tmp_path / "model", post_processor=json.loads(json.dumps(END).replace("<|end|>", end)))
+    content = json.loads((model / "tokenizer.json").read_text())
+    number = next(one["id"] for one in content["added_tokens"] if one["content"] == "<|end|>")
+    if end != "<|end|>":
+        content["added_tokens"].append({**content["added_tokens"][0], "content": end, "id": (number := number + 9)})
+    content["post_processor"]["special_tokens"][end]["ids"] = [number]
+    (model / "tokenizer.json").write_text(json.dumps(content))
+    from_hf(model, tmp_path / "out", to="gguf")
+    fields = GGUFReader(tmp_path / "out/model.gguf").fields
+    assert fields["tokenizer.ggml.add_eos_token"].contents() is True
+    assert fields["tokenizer.ggml.eos_token_id"].contents() == number
+    to_hf(tmp_path / "out", tmp_path / "back")
+    expected = [Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids for text in TEXTS]
+    assert {ids[-1] for ids in expected} == {number}
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert [tokenizer(text)["input_ids"] for text in TEXTS] == expected
+
+
+def test_a_step_of_gemma_that_does_nothing_is_no_difference(tiny_model: Path, tmp_path: Path) -> None:
+    """Its tokenizers divide text at spaces after these have become other letters."""
+    keys = sentencepiece_keys(piece_model(prefix=False), prefix=False)
+    to_hf(write_gguf(tiny_model, tmp_path / "x.gguf", tokenizer=keys), tmp_path / "hf")
+    path = tmp_path / "hf/tokenizer.json"
+    step = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pre_tokenizer": step}))
+    from_hf(tmp_path / "hf", tmp_path / "out", to="gguf")
+    to_hf(tmp_path / "out", tmp_path / "back")
+    first, second = (Tokenizer.from_file(str(tmp_path / name / "tokenizer.json")) for name in ("hf", "back"))
+    assert [first.encode(text).ids for text in TEXTS] == [second.encode(text).ids for text in TEXTS]
 
 
 SIDES: dict[str, dict[str, Any]] = {

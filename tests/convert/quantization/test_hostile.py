@@ -209,6 +209,23 @@ def test_a_config_that_says_more_than_the_files_is_refused(
         merge_lora(folder, [adapter(0.02)], tmp_path / "out", base_quant="dequantize")
 
 
+@pytest.mark.parametrize(("base", "codes"), [("gptq_4bit_sym", ".qweight"), ("ct_pack_4bit", ".weight_packed")])
+def test_codes_under_an_unknown_name_are_not_called_plain(
+    attempt: Callable[..., InputRefused], base: str, codes: str
+) -> None:
+    """As llm-compressor 0.12 wrote those of stacked experts: no program finds them, and the config is not the fault."""
+    tensors = stored(FOLDER / base)
+    changes: dict[str, torch.Tensor | None] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(codes):
+            stem = name.removesuffix(codes)
+            changes |= {each: None for each in tensors if each.startswith(f"{stem}.")}
+            changes[f"{stem}_packed"] = tensor
+    refused = attempt(base, changes)
+    assert "_packed` has codes under a name that is not known" in refused.message
+    assert "config.json" not in refused.hint
+
+
 @pytest.mark.parametrize("settings", [[], "gptq", 4, {"quant_method": ["gptq"]}, {"quant_method": {}}])
 def test_settings_of_other_kinds_are_no_traceback(
     settings: object, changed: Callable[..., Path], adapter: Callable[..., Path], tmp_path: Path

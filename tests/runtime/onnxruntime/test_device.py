@@ -9,9 +9,11 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 
-from llmconv.errors import UsageProblem
+from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export import export
-from llmconv.runtime.onnxruntime.runner import OrtRunner
+from llmconv.output.manifest import graph_entries
+from llmconv.runtime.onnxruntime.graph import open_graph
+from llmconv.runtime.onnxruntime.runner import OrtRunner, require_right
 from llmconv.runtime.onnxruntime.session_settings import Device, SessionSettings, as_array, host_value
 from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
@@ -120,3 +122,16 @@ def test_products_of_float32_are_not_rounded_on_cuda(monkeypatch: pytest.MonkeyP
     assert SessionSettings(provider="cuda").providers()[0] == ("CUDAExecutionProvider", {"use_tf32": "0"})
     chosen = SessionSettings(provider="cuda", provider_options={"use_tf32": "1"})
     assert chosen.providers()[0][1] == {"use_tf32": "1"}
+
+
+def test_a_buffer_on_webgpu_needs_a_release_that_computes_it_right(
+    buffered: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = open_graph(buffered, graph_entries(buffered)[0])
+    webgpu = SessionSettings(provider="webgpu")
+    assert require_right(graph, webgpu) is graph  # onnxruntime is newer here
+    monkeypatch.setattr(ort, "__version__", "1.27.0")
+    assert require_right(graph, SessionSettings()) is graph
+    with pytest.raises(UnsupportedInput, match=r"onnxruntime 1\.27\.0 computes .* wrongly on WebGPU") as caught:
+        require_right(graph, webgpu)
+    assert "--target ort-webgpu" in caught.value.hint
