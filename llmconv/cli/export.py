@@ -92,7 +92,11 @@ if TYPE_CHECKING:
     "8, with activations of 8 bits: the fastest prompts.",
     ["int8", "int4", "int4-mixed", "int4-small", "a8w8"],
 )
-@option("--quant-block N", "Weights that share a scale: 16, 32, 64, 128 or 256.  [default: 32, int4: 64, int4-small: 128]", int)
+@option(
+    "--quant-block N",
+    "Weights that share a scale: 16, 32, 64, 128 or 256.  [default: 32, int4: 64, int4-small: 128]",
+    int,
+)
 @option("--symmetric", "Store no zero points.")
 @option("--quant-exclude PATTERN", "Weights that stay as they are; may be repeated.", multiple=True)
 @option("--quant-bits PATTERN=8", "Bits of the weights with such names: 4 or 8.", multiple=True)
