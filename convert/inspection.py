@@ -357,8 +357,10 @@ INDEX = "quantized.safetensors.index.json"
 CODES, ZEROS = ".codes", ".zeros"
 # Suffixes of the tensors that are stored instead of a weight, or with it
 PARTS = (CODES, ".scales", ZEROS, ".smoothing", ".order")
-PRESETS = {"int8": 32, "int4": 64, "int4-mixed": 32, "int4-small": 128, "a8w8": 32}
-"""Default block sizes by preset; other names are of methods, whose blocks are those of the model."""
+PRESETS = {"int8": 32, "int4": 32, "int4-mixed": 32, "int4-small": 128, "a8w8": 32}
+WITH_TEXT = {**PRESETS, "int4": 64}
+"""Default block sizes by preset, and of codes that were chosen on a text; other names are of methods, whose blocks are
+those of the model."""
 
 
 @dataclass(frozen=True)
@@ -458,7 +460,8 @@ def codes_in(folder: Path, tensors: Mapping[str, LazyTensor]) -> CodesSummary:
     options = _export_options(read_manifest(folder))
     preset = _word(options, "quant", "unknown")
     block = options.get("quant_block")
-    size = block if isinstance(block, int) else PRESETS.get(preset)
+    sizes = WITH_TEXT if options.get("calibrate") else PRESETS
+    size = block if isinstance(block, int) else sizes.get(preset)
     weights = [name.removesuffix(CODES) for name in tensors if name.endswith(CODES)]
     kinds = {name: _kind(name, tensors, size) for name in weights}
     plain = [name for name in tensors if not name.endswith(PARTS)]

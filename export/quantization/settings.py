@@ -63,6 +63,8 @@ PRESETS = {
     "int4-small": Preset(BlockFormat(size=128), BlockFormat(size=128)),
     "a8w8": Preset(ColumnFormat(), INT8, down=INT8),
 }
+WITHOUT_TEXT = {**PRESETS, "int4": Preset(BlockFormat(), INT8)}
+"""Those of codes that are chosen by the weights alone, which lose too much in larger blocks."""
 
 BRIEF = 256  # tokens that are enough for `COLUMNS`: 4,096 gain nothing (docs/quantization.md)
 ADD_TEXT = "add `--calibrate FILE`, or `--calibrate default` for the text that ships with llmconv"
@@ -150,7 +152,7 @@ class QuantizationSettings:
         """
         if any(matches(EXCLUDE, pattern, name) for pattern in self.exclude):
             return None
-        preset = PRESETS[self.preset]
+        preset = (PRESETS if self.text else WITHOUT_TEXT)[self.preset]
         form = preset.layers if layer is not None else (tied and preset.tied) or preset.head
         if preset.down and layer is not None and (DOWN.search(parameter) or DOWN.search(name)):
             form = preset.down

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from llmconv.cli import main
-from llmconv.convert.inspection import PRESETS, inspect
+from llmconv.convert.inspection import PRESETS, WITH_TEXT, inspect
 from llmconv.errors import MalformedInput
 from llmconv.export import export
 from llmconv.export.quantization import settings
@@ -168,9 +168,9 @@ def test_a_broken_manifest_of_quantized_graphs_is_refused(quantized: Callable[..
 
 
 def test_default_blocks_are_those_of_the_presets() -> None:
-    forms = {name: [preset.layers, preset.head] for name, preset in settings.PRESETS.items()}
-    sizes = {name: max(form.size for form in pair) for name, pair in forms.items()}
-    assert sizes == PRESETS
+    for presets, expected in ((settings.PRESETS, WITH_TEXT), (settings.WITHOUT_TEXT, PRESETS)):
+        forms = {name: [preset.layers, preset.head] for name, preset in presets.items()}
+        assert {name: max(form.size for form in pair) for name, pair in forms.items()} == expected
 
 
 @pytest.fixture(scope="module")

@@ -156,9 +156,9 @@ def test_what_was_quantized_is_summarized(llama: Path, tmp_path: Path) -> None:
     words = ["export", str(llama), "-o", str(tmp_path / "out"), "--quant", "int4", "--incremental"]
     printed = CliRunner().invoke(main, words).stderr
     found = json.loads(CliRunner().invoke(main, [*words, "--overwrite", "--json"]).stdout)["quantized"]
-    kinds = [{"bits": 4, "block": 64, "count": 7 * 8 + 1}]
+    kinds = [{"bits": 4, "block": 32, "count": 7 * 8}, {"bits": 8, "block": 32, "count": 1}]
     assert found["matrices"] == kinds and found["bytes"] < found["bytes_before"] / 4
-    assert "quantized: 57 matrices (57 of 4 bits in blocks of 64), " in printed
+    assert "quantized: 57 matrices (56 of 4 bits in blocks of 32, 1 of 8 bits in blocks of 32), " in printed
     assert f"{found['bytes']:,} bytes instead of {found['bytes_before']:,}; 18 tensors as they are" in printed
 
 
