@@ -51,6 +51,7 @@ def _rank(rank: int, folder: Path, meeting: str, early: bool) -> None:
 
 
 def _early(tensor: DTensor) -> DTensor:
-    kinds = [Shard(one.dim) if type(one).__name__ == "_StridedShard" else one for one in tensor.placements]
+    placements: Any = tensor.placements
+    kinds = [Shard(one.dim) if type(one).__name__ == "_StridedShard" else one for one in placements]
     given: Any = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
     return DTensor.from_local(tensor.to_local(), tensor.device_mesh, kinds, **given)
