@@ -408,4 +408,5 @@ def _picks_rows(node: ir.Node) -> bool:
     if node.op_type == "Gather":
         return node.attributes.get_int("axis", 0) == 0 and rank(node.inputs[0]) > 1
     index = node.inputs[1].shape if node.op_type == "GatherND" and node.inputs[1] is not None else None
-    return bool(index) and not node.attributes.get_int("batch_dims", 0) and index[-1] == 1 and rank(node.inputs[0]) > 1
+    batch = node.attributes.get_int("batch_dims", 0)
+    return index is not None and batch == 0 and index[-1] == 1 and rank(node.inputs[0]) > 1

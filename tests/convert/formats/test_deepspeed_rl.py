@@ -20,7 +20,13 @@ def saved(folder: Path, module: dict[str, torch.Tensor], config: LlamaConfig) ->
     step = folder / "global_step5"
     step.mkdir(parents=True)
     (folder / "latest").write_text("global_step5")
-    content = {"module": module, "ds_version": "0.16.9", "ds_config": {}, "buffer_names": [], "param_shapes": None}
+    content: dict[str, Any] = {
+        "module": module,
+        "ds_version": "0.16.9",
+        "ds_config": {},
+        "buffer_names": [],
+        "param_shapes": None,
+    }
     torch.save(content, step / "mp_rank_00_model_states.pt")
     config.save_pretrained(folder)
     return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from llmconv.export.quantization.selection import select
 from llmconv.export.quantization.settings import QuantizationSettings
 from llmconv.export.quantization.smoothing import Smoothing
 from llmconv.runtime.tokenizer import CalibrationText
+from llmconv.tensors import Array
 from tests.builders.safetensors import change_tensor
 from tests.export.quantization.test_smoothing import tiny_talking
 
@@ -28,7 +30,7 @@ FITTING = {
     "qwen2_moe": ("mlp.shared_expert_gate", "shared_expert.up_proj", "shared_expert.up_proj"),
     "deepseek_v3": ("mlp.gate", "experts.3.up_proj", "experts.0.up_proj"),
     "gpt_oss": ("mlp.router", "experts.gate_up_proj", ""),
-    "qwen3_5_moe_text": ("", "experts.down_proj", "experts.gate_up_proj"),  # its norms add 1
+    "qwen3_5_moe_text": ("", "experts.0.down_proj", "experts.0.up_proj"),  # its norms add 1
     "phi3": ("", "mlp.gate_up_proj", "mlp.gate_up_proj"),
     "glm": ("", "mlp.gate_up_proj", "mlp.gate_up_proj"),
 }
@@ -46,12 +48,17 @@ def measured(model: Path, **options: Any) -> Smoothing:
     return measure_activation_aware(graphs, select(graphs, settings), {}, run)
 
 
+def multiply(factors: Array, values: Array) -> Array:
+    changed: Array = (values * factors).astype(values.dtype)
+    return changed
+
+
 def with_factors(model: Path, found: Smoothing, folder: Path) -> Path:
     """A copy of a model with its factors, not rounded."""
     shutil.copytree(model, folder)
     for name in {*found.norms, *found.matrices, *found.outputs}:
-        factors = found.matrices.get(name, 1) * found.outputs.get(name, 1) / found.norms.get(name, 1)
-        change_tensor(folder / SINGLE, name, lambda values, factors=factors: (values * factors).astype(values.dtype))
+        factors: Any = found.matrices.get(name, 1) * found.outputs.get(name, 1) / found.norms.get(name, 1)
+        change_tensor(folder / SINGLE, name, partial(multiply, factors))
     return folder
 
 
