@@ -186,34 +186,45 @@ def open_again(
     return replace(result, warnings=tuple(warnings))
 
 
-REWARD = "RewardModel"
-"""The class of OpenRLHF's reward models (`models/model.py`): a decoder, and a Linear [1, hidden] without a bias.
+REWARD, CRITIC = "RewardModel", "CriticModel"
+"""The classes of OpenRLHF's reward and value models (`models/model.py`): a decoder, and a Linear [1, hidden].
 
-The Linear has the name of `--value_head_prefix`, `score` by default, `value_head` before 0.4.
+The Linear has no bias, and the name of `--value_head_prefix`: `score` by default, `value_head` before 0.4. A value
+model has a number for each token, a reward model takes that of the last one, as classifiers of transformers do.
 """
 HEADS = ("score.weight", "value_head.weight", "reward_head.weight")
 
 
 def _is_reward_model(config: Mapping[str, Any]) -> bool:
-    return architecture(config) == REWARD
+    return architecture(config) in (REWARD, CRITIC)
 
 
 def _as_classifier(
     opened: Checkpoint, config: Mapping[str, Any], name: str
 ) -> tuple[Checkpoint, dict[str, Any], list[str]]:
-    """A reward model as the classifier of one label that computes the same; UnsupportedInput: there is none."""
-    kind = str(config.get("model_type"))
+    """A reward or value model as the classifier of one label that computes the same; UnsupportedInput: none does."""
+    kind, own = str(config.get("model_type")), architecture(config)
+    what = "reward" if own == REWARD else "value"
+    hidden = (config.get("text_config") or config).get("hidden_size")
     classifier = auto_classes("SEQUENCE_CLASSIFICATION").get(kind)
     heads = [key for key in (f"{config.get('value_head_prefix')}.weight", *HEADS) if key in opened.tensors]
-    if classifier is None or not heads or len(opened.tensors[heads[0]].shape) != 2:
+    if heads and opened.tensors[heads[0]].shape != (1, hidden):
+        shape = list(opened.tensors[heads[0]].shape)
         raise UnsupportedInput(
-            f"`{name}` is a reward model of OpenRLHF (`{REWARD}`), and no classifier of transformers is the same",
+            f"`{name}` is a {what} model of OpenRLHF (`{own}`), whose `{heads[0]}` has the shape {shape}, not "
+            f"[1, {hidden}]",
+            hint="gather the head where it was trained, and save it again",
+        )
+    if classifier is None or not heads:
+        raise UnsupportedInput(
+            f"`{name}` is a {what} model of OpenRLHF (`{own}`), and no classifier of transformers is the same",
             hint="give a `--config` with the class in `architectures`",
         )
     tensors = {HEADS[0] if key == heads[0] else key: tensor for key, tensor in opened.tensors.items()}
-    notes = [f"OpenRLHF's `{REWARD}` is written as the {classifier} that computes the same, with one label"]
+    notes = [f"OpenRLHF's `{own}` is written as the {classifier} that computes the same, with one label"]
+    notes += ["the classifier has the value of the last token alone"] if own == CRITIC else []
     if config.get("normalize_reward"):
-        notes.append("rewards are not normalized: `mean` and `std` of the configuration are left to the caller")
+        notes.append(f"{what}s are not normalized: `mean` and `std` of the configuration are left to the caller")
     labels = {"architectures": [classifier], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return replace(opened, tensors=tensors), {**config, **labels}, notes
 

@@ -84,8 +84,8 @@ class NewFolder:
                 made = weight.stored(name, tensor, *factors)
                 parts |= dict.fromkeys(made, parts.get(name, 0))
                 codes |= made
-            elif name in smoothing.norms:
-                made = smoothing.norm(name, tensor)
+            elif name in smoothing.norms or name in smoothing.matrices:
+                made = smoothing.plain(name, tensor)
                 codes |= made
             tensors |= made
         groups = list(dict.fromkeys(weight.group for weight in weights.values() if weight.group))

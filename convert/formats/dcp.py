@@ -2,6 +2,9 @@
 
 Layout: `convert/state_dicts/distributed.py`. Names are Hugging Face's (accelerate, the Trainer's `SHARDED_STATE_DICT`,
 torch's recipes), or those of torchtitan's Llama, which are Meta's, with rows of queries and keys in Meta's order.
+
+slime's runs with FSDP (`slime/backends/fsdp_utils/checkpoint.py`) have the files of Megatron's around it: the newest
+step in `latest_checkpointed_iteration.txt`, and the model in `iter_0000100/model`, or in `iter_0000100` at first.
 """
 
 from __future__ import annotations
@@ -16,7 +19,14 @@ from llmconv.convert.algebra import fitting, renamed, reordered, rope_order
 from llmconv.convert.assembly import OPTIONS, dropped_outside, opened_with_adapter, without_adapter
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.composer import is_sharded
-from llmconv.convert.formats.megatron.save_folder import is_megatron_distributed
+from llmconv.convert.formats.megatron.save_folder import (
+    ITERATION,
+    STEP_MODEL,
+    TRACKER,
+    is_megatron_distributed,
+    named,
+    plain_steps,
+)
 from llmconv.convert.formats.meta import LLAMA
 from llmconv.convert.formats.torchtune import ROTATED
 from llmconv.convert.models.completeness import as_loaded
@@ -34,7 +44,7 @@ from llmconv.convert.state_dicts.distributed import (
     roots,
     sizes_of,
 )
-from llmconv.convert.state_dicts.files import phrases, select
+from llmconv.convert.state_dicts.files import phrases, select, tracked
 from llmconv.convert.tokenizers import read_tokenizer
 from llmconv.errors import InputRefused, UnsupportedInput, listing
 from llmconv.model_code import AUTO_MAP
@@ -49,15 +59,25 @@ def _shard_folder(path: Path) -> Path | None:
     """The folder with the shards: `path`, or one inside it."""
     if not path.is_dir() or is_sharded(path) or is_megatron_distributed(path):
         return None
+    if is_folder(path):
+        return path
     inner = [entry for entry in path.glob(INNER) if is_folder(entry)]
-    return path if is_folder(path) else inner[0] if len(inner) == 1 else None
+    if len(inner) == 1:
+        return inner[0]
+    return path / STEP_MODEL if ITERATION.fullmatch(path.absolute().name) and is_folder(path / STEP_MODEL) else None
+
+
+def _opened_folder(path: Path) -> Path:
+    """As `_shard_folder`, or that of the newest step of a run; InputRefused, MalformedInput as `tracked`."""
+    steps = plain_steps(path) if path.is_dir() else {}
+    return _shard_folder(path) or (tracked(path, steps, path / TRACKER, named) if steps else path)
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
-    shards = _shard_folder(path) or path
+    shards = _opened_folder(path)
     folder, warnings = open_folder(shards), list[str]()
-    # the configuration is next to the shards or above, and two above if the Trainer nests one more
-    places = [shards, *shards.resolve().parents[: 2 if shards.match(INNER) else 1]]
+    # the configuration is next to the shards or above, and two above if the Trainer or slime nest one more
+    places = [shards, *shards.resolve().parents[: 2 if shards.match(INNER) or shards.name == STEP_MODEL else 1]]
     home = next((place for place in places if (place / "config.json").is_file()), None)
     stored = read_json(home / "config.json") if home else {}
     given = {name: value for name, value in config.items() if name not in FORMAT.options or name == OPTION}
@@ -144,7 +164,7 @@ def _without(tree: Mapping[Any, Any], keys: Sequence[str]) -> dict[Any, Any]:
 
 
 def _peek(path: Path) -> Mapping[str, LazyTensor]:
-    folder = open_folder(_shard_folder(path) or path)
+    folder = open_folder(_opened_folder(path))
     found = [(".".join(map(str, keys)), item) for keys, item in named_leaves(folder.tree) if keys[0] not in PARTS]
     return {name: folder.tensor(name, item) for name, item in found if isinstance(item, TensorItem) and item.dtype}
 
@@ -152,10 +172,11 @@ def _peek(path: Path) -> Mapping[str, LazyTensor]:
 FORMAT = Format(
     name="dcp",
     title="torch Distributed Checkpoint (FSDP, accelerate, torchtitan): a folder of `.distcp` shards and `.metadata`",
-    detect=lambda path: _shard_folder(path) is not None,
+    detect=lambda path: _shard_folder(path) is not None or (path.is_dir() and bool(plain_steps(path))),
     open=_open,
     covers="any causal language model in Hugging Face's names, sharded in any grid over any number of ranks; "
-    "torchtitan's Llama; LoRA runs, merged or kept apart; give `config.json` with `--config` if there is none with it",
+    "torchtitan's Llama; slime's runs with FSDP, the newest step of a run; LoRA runs, merged or kept apart; give "
+    "`config.json` with `--config` if there is none with it",
     options=("root", "drop", *OPTIONS, OPTION),
     peek=_peek,
 )

@@ -107,7 +107,55 @@ def _read(folder: Path, _size: int, _changed: int) -> tuple[dict[KeyPath, Stored
         if path in items:
             refuse(folder, f"has a duplicate key {shown(name)}")
         items[path] = _item(folder, name, entry, locations)
-    return items, str(fields.get("version") or "")[:20]
+    if not (version := str(fields.get("version") or "")[:20]):  # of torch before 2.8
+        _check_order(folder, {key: item for key, item in items.items() if isinstance(item, TensorItem)})
+    return items, version
+
+
+RANK_FILE = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp")
+
+
+def _check_order(folder: Path, items: Mapping[KeyPath, TensorItem]) -> None:
+    """Refuses tensors that FSDP 2 and tensor parallelism of torch before 2.5 both split along one dim.
+
+    Tensor parallelism splits first, and these torches state the places of parts as if FSDP did (pytorch issue 129627).
+    A tensor that both split along two dims shows the mesh: rank r has the column r % columns. A part of another one has
+    then the place of its rank, where later torches state r % columns * rows + r // columns. Replicas and stages of a
+    pipeline have the same ranks again, plus a multiple of rows * columns.
+    """
+    grids = {grid for item in items.values() if min(grid := _grid(item)) > 1}
+    for keys, item in items.items() if grids else ():
+        ranks = _ranks_in_order(item)
+        if any([rank % (rows * columns) for rank in ranks] == list(range(rows * columns)) for rows, columns in grids):
+            raise UnsupportedInput(
+                f"{shown(keys[-1])} in `{folder.name}` is sharded twice along one dim by a torch before 2.5, whose "
+                "files state another order of the parts than they have",
+                hint="load and save the run with torch 2.5 or later, or save a full state dict where it was trained",
+            )
+
+
+def _ranks_in_order(item: TensorItem) -> list[int]:
+    """The ranks that wrote the parts of a tensor, by their place along the only dim that is split; else empty."""
+    split = [dim for dim in range(len(item.shape)) if len({chunk.offsets[dim] for chunk in item.chunks}) > 1]
+    found = [RANK_FILE.fullmatch(chunk.location.file) for chunk in item.chunks]
+    if len(split) != 1 or not all(found):
+        return []
+    placed = sorted((chunk.offsets, int(match[1])) for chunk, match in zip(item.chunks, found, strict=True) if match)
+    return [rank for _, rank in placed]
+
+
+def _grid(item: TensorItem) -> tuple[int, int]:
+    """Rows and columns of the mesh, of a tensor whose parts rank r has at row r // columns, column r % columns."""
+    places = [sorted({chunk.offsets[dim] for chunk in item.chunks}) for dim in range(len(item.shape))]
+    if len(places) != 2:
+        return 1, 1
+    rows, columns = len(places[0]), len(places[1])
+    for chunk in item.chunks:
+        match = RANK_FILE.fullmatch(chunk.location.file)
+        place = places[0].index(chunk.offsets[0]) * columns + places[1].index(chunk.offsets[1])
+        if not match or int(match[1]) % (rows * columns) != place:
+            return 1, 1
+    return rows, columns
 
 
 def _fields(folder: Path, value: Any, kind: str) -> dict[Any, Any]:

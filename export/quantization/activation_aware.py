@@ -7,13 +7,16 @@ same function. Of a grid of alphas, each group takes the one with the least erro
 `tr(D H D^T)` with `H = X^T X` and the rounding errors `D`. `awq-columns` takes the diagonal of `H` alone, for which
 vectors are kept instead of matrices, and a few hundred tokens are enough (docs/quantization.md has what it costs).
 
+The norm before experts has one factor for all of them, and for the router, which is multiplied with it, too. `H` is
+then the sum over the tokens of some experts, in which each of these counts as much as it has of that sum.
+
 Values and the output of attention have no factors: with grouped heads they gain 0.7 % (SmolLM2-135M, groups of 128).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -26,6 +29,7 @@ from llmconv.export.quantization.quantized_tensor import FLOAT32, QuantizedTenso
 from llmconv.export.quantization.selection import QuantizedWeight
 from llmconv.export.quantization.smoothing import (
     Graphs,
+    Matrix,
     Smoothing,
     SmoothingGroup,
     coded,
@@ -39,6 +43,8 @@ from llmconv.tensors import Array, DType, LazyTensor, in_memory
 ALPHAS = 20  # number of exponents that are tried, from 0 (no factors) to less than 1, as in the authors' code
 LEAST = 1e-4  # A channel whose mean is a smaller share of the largest one counts as if it had this share
 ROWS = 128  # rows of a matrix on which alpha is chosen, evenly spaced; the choice hardly depends on the number
+OF_EXPERT = 32  # the same of a matrix of an expert
+EXPERTS = 8  # those by which alpha of all is chosen, evenly spaced
 
 
 @dataclass(frozen=True)
@@ -75,24 +81,70 @@ def measure_activation_aware(
 
     With the sums of `columns` on the text the text does not run again. InputRefused if activations are not finite.
     """
-    every = smoothing_groups(graphs, coded(quantized, BlockFormat), gated=True)
-    groups = [group for group in every if any(quantized[name].is_searched for name, _ in group.matrices)]
+    every = smoothing_groups(graphs, coded(quantized, BlockFormat), aware=True)
+    groups = [group for group in every if any(quantized[one.name].is_searched for one in group.matrices)]
+    if columns is not None:  # a few hundred tokens are too few for factors of each expert
+        groups = [group for group in groups if len({one.expert for one in group.matrices} - {None}) != 1]
     if not groups:
         warn("AWQ does not fit this model (no norm can be divided): its codes are those of `--calibrate` alone")
         return Smoothing()
-    by_name, tensors = {group.matrices[0][0]: group for group in groups}, run.tensors
+    choices = [_Choice.of(group) for group in groups]
+    by_label, tensors = {label: one for one in choices for label in one.labels}, run.tensors
     found: list[tuple[SmoothingGroup, Array]] = []
     if columns is None:
-        inputs = _sums(run.reduced(_moments, by_name), len(run.texts))
+        inputs = _sums(run.reduced(_moments, by_label), len(run.texts))
     else:
-        inputs = ((name, columns[name].astype(np.float32)) for name in by_name if name in columns)
-    for name, moments in inputs:
-        group = by_name[name]
-        require_finite(name, moments)
-        candidates = _candidates(moments[-1], group, tensors, quantized[name].scale_dtype)
-        sampled = [sampled_matrix(tensors[one], quantized[one], importance.get(one, NONE)) for one, _ in group.matrices]
-        found.append((group, least_error(candidates, sampled, moments[:-1])))
+        inputs = ((label, columns[label].astype(np.float32)) for label in by_label if label in columns)
+    for label, moments in inputs:
+        require_finite(label, moments)
+        choice = by_label[label]
+        if choice.add(label, moments):
+            group, products, magnitudes = choice.group, choice.moments[:-1], choice.moments[-1]
+            candidates = _candidates(magnitudes, group, tensors, quantized[group.matrices[0].name].scale_dtype)
+            sampled = [
+                replace(sample, share=sample.share * weight)
+                for one, weight in choice.weights()
+                for sample in [
+                    sampled_matrix(one, tensors[one.name], quantized[one.name], importance.get(one.name, NONE))
+                ]
+            ]
+            found.append((group, least_error(candidates, sampled, products)))
+            choice.moments = NONE
     return Smoothing.of((group, factors) for group, factors in found if (factors != 1).any())
+
+
+@dataclass
+class _Choice:
+    """What the text tells of a group: moments [K + 1, K], summed over all tokens and those of some experts."""
+
+    group: SmoothingGroup
+    labels: Mapping[str, int | None]  # of one matrix of these experts each, and of those that all tokens are for
+    moments: Array = field(default_factory=lambda: NONE)
+    sizes: dict[int | None, float] = field(default_factory=dict)  # what each of them adds to the trace
+
+    @classmethod
+    def of(cls, group: SmoothingGroup) -> _Choice:
+        experts = list(dict.fromkeys(one.expert for one in group.matrices if one.expert is not None))
+        places = np.unique(np.linspace(0, len(experts) - 1, min(len(experts), EXPERTS)).astype(np.int64))
+        chosen = {None, *(experts[place] for place in places)}
+        first = {one.expert: one.label for one in reversed(group.matrices) if one.expert in chosen}
+        return cls(group, {label: expert for expert, label in first.items()})
+
+    def add(self, label: str, moments: Array) -> bool:
+        """Adds the moments of a matrix; whether these were the last."""
+        self.moments = self.moments + moments if self.moments.size else moments
+        products = moments[:-1]
+        trace = products if len(products) == 1 else products.diagonal()
+        self.sizes[self.labels[label]] = float(trace.sum(dtype=np.float64))
+        return len(self.sizes) == len(self.labels)
+
+    def weights(self) -> Iterator[tuple[Matrix, float]]:
+        """The matrices whose errors are measured, and how much each counts: by its tokens, and by all experts."""
+        count = len({one.expert for one in self.group.matrices} - {None})
+        share, total = count / max(1, len(self.sizes.keys() - {None})), sum(self.sizes.values())
+        for one in self.group.matrices:
+            if one.expert in self.sizes:
+                yield one, self.sizes[one.expert] / (total or 1) * (share if one.expert is not None else 1)
 
 
 def _moments(editor: NodeEditor, values: ir.Value) -> ir.Value:
@@ -127,15 +179,19 @@ def _candidates(
     return list({factors.tobytes(): factors for factors in made}.values())
 
 
-def sampled_matrix(tensor: LazyTensor, weight: QuantizedWeight, importance: Array) -> SampledMatrix:
-    """Up to `ROWS` evenly spaced rows [K] of a matrix [N, K], or [K, N] if `weight` is transposed.
+def sampled_matrix(matrix: Matrix, tensor: LazyTensor, weight: QuantizedWeight, importance: Array) -> SampledMatrix:
+    """Some evenly spaced rows [K] of a matrix [N, K] or [K, N], which is the `tensor` or one of its stack.
 
     `weight` rounds it in blocks; an empty `importance` means that all columns count alike.
     """
     assert isinstance(weight.form, BlockFormat)
-    count = tensor.shape[1 if weight.transposed else 0]
-    chosen = np.unique(np.linspace(0, count - 1, min(count, ROWS)).astype(np.int64))
-    if weight.transposed:
+    if matrix.is_stacked:
+        assert matrix.expert is not None
+        importance = importance[matrix.expert] if importance.size else NONE
+        tensor = in_memory(tensor.rows(matrix.expert, matrix.expert + 1)[0], tensor.dtype)
+    count, most = matrix.sizes[0], ROWS if matrix.expert is None else OF_EXPERT
+    chosen = np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64))
+    if matrix.turned:
         rows = np.concatenate([tensor.rows(*block)[:, chosen] for block in tensor.blocks()]).T
     else:
         rows = np.concatenate([tensor.rows(int(row), int(row) + 1) for row in chosen])

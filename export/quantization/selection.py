@@ -136,7 +136,8 @@ class QuantizedWeight:
             rest = self.stored(name, multiplied(tensor, outputs), importance, factors)
             return {**rest, **stored_factors(name, outputs, OUTPUTS)}
         if factors.size:
-            smaller = importance / factors.ravel() ** 2 if importance.size else NONE  # of what is divided by factors
+            squares = factors.reshape(importance.shape) ** 2 if importance.size else NONE
+            smaller = importance / squares if importance.size else NONE  # of what is divided by factors
             return {**self.stored(name, multiplied(tensor, factors), smaller), **stored_factors(name, factors)}
         scales, turned = self.scale_dtype, self.transposed
         if self.kept:  # float32 holds the scales of any dtype

@@ -5,14 +5,15 @@ The text runs through the model's float32 graph in pieces, as for `export --quan
 an unnamed file beside the output.
 
 The factors of AWQ are powers of two. Columns of all matrices behind a norm are multiplied with them, and its weight is
-divided by them, which is exact: the folder has no tensor more than without, and engines compute the same function. A
-norm is left as it is if anything else reads it (a router), or if it adds 1 to its weight (Gemma). In a gated unit,
-`down(f(gate(x)) * up(x))`, rows of `up` take the place of the norm: its codes are the same, with scales divided.
+divided by them, which is exact: the folder has no tensor more than without, and engines compute the same function.
+Experts share the factors of their norm, with which the router is multiplied, too. A norm is left as it is if anything
+else reads it, or if it adds 1 to its weight (Gemma). In a gated unit, `down(f(gate(x)) * up(x))`, rows of `up` take the
+place of the norm, of each expert by itself: its codes are the same, with scales divided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import gettempdir
@@ -22,14 +23,14 @@ import numpy as np
 from llmconv.checkpoint import Checkpoint, is_model_folder
 from llmconv.compressed.rounding import Measured
 from llmconv.compressed.schemes import Scheme
-from llmconv.compressed.selection import Selected
+from llmconv.compressed.selection import OfStack, Selected
 from llmconv.errors import UnsupportedInput
 from llmconv.export.calibration import text_run
 from llmconv.export.language_model import open_language_model
 from llmconv.export.quantization.activation_aware import measure_activation_aware
 from llmconv.export.quantization.block_rounding import NONE, BlockFormat
 from llmconv.export.quantization.calibration import TextRun, column_importance
-from llmconv.export.quantization.quantized_tensor import Scratch
+from llmconv.export.quantization.quantized_tensor import RoundedCodes, Scratch
 from llmconv.export.quantization.selection import QuantizedWeight
 from llmconv.export.quantization.sequential_rounding import round_sequentially
 from llmconv.export.quantization.smoothing import Smoothing, coded, smoothing_groups
@@ -49,11 +50,6 @@ def require_plain_files(source: Checkpoint, selected: Selected, dtype: str) -> N
             f"`--calibrate` runs a text through weights as they are stored, and this model is not stored{changed} yet",
             hint="write it first, with `llmconv to-hf` or `llmconv merge-lora`, and quantize that folder",
         )
-    if missing := next((name for name in selected.weights if name not in source.tensors), None):
-        raise UnsupportedInput(
-            f"`--calibrate` cannot measure `{missing}`, which is stored in one tensor with all experts",
-            hint="leave out `--calibrate`",
-        )
 
 
 def with_text(
@@ -66,42 +62,83 @@ def with_text(
     """
     assert scheme.integers
     run = text_run(open_language_model(source), source, {}, text, LONG if method == "gptq" else TOKENS)
-    kinds = {
-        name: QuantizedWeight(scheme.integers, False, ONNX_TYPES[one.tensor.dtype.name])
-        for name, one in selected.weights.items()
-    }
+    kinds: dict[str, QuantizedWeight] = {}
+    for name, one in selected.weights.items():
+        place = selected.stacks.get(name)
+        stored, turned = (place.name, place.turned) if place else (name, False)
+        kinds[stored] = QuantizedWeight(scheme.integers, turned, ONNX_TYPES[one.tensor.dtype.name])
     rounded, smoothing = {}, Smoothing()
     if method == "gptq":
         home = local_only(output) or Path(gettempdir(), output.name)
         with Scratch.beside(home) as scratch:  # the codes stay mapped after the file is closed
             rounded = round_sequentially(run, kinds, scratch)
     importance = column_importance(run) if kinds.keys() - rounded.keys() else {}
+    _require_measured(selected, {*importance, *rounded})
     if method == "awq":
         smoothing = _smoothing(run, kinds, importance)
-    weights = {}
-    for name, one in selected.weights.items():
-        factors = smoothing.matrices.get(name, NONE), smoothing.outputs.get(name, NONE)
-        measured = Measured(importance.get(name, NONE), *factors, rounded.get(name))
-        weights[name] = replace(one, measured=measured)
-    norms = {name: _divided(selected.tensors[name], factors) for name, factors in smoothing.norms.items()}
-    return replace(selected, weights=weights, tensors={**selected.tensors, **norms})
+    weights = {
+        name: replace(one, measured=_measured(selected.stacks.get(name), name, importance, smoothing, rounded))
+        for name, one in selected.weights.items()
+    }
+    kept = {
+        name: _scaled(tensor, divisor if divisor is not None else 1 / smoothing.matrices[name])
+        for name, tensor in selected.tensors.items()
+        if (divisor := smoothing.norms.get(name)) is not None or name in smoothing.matrices and name not in weights
+    }
+    return replace(selected, weights=weights, tensors={**selected.tensors, **kept})
+
+
+def _require_measured(selected: Selected, measured: Container[str]) -> None:
+    """Raises UnsupportedInput: experts of a stack run in a way in which their activations are not seen."""
+    if missing := next((name for name, place in selected.stacks.items() if place.name not in measured), None):
+        raise UnsupportedInput(
+            f"`--calibrate` cannot measure `{missing}`, which is stored in one tensor with all experts",
+            hint="leave out `--calibrate`",
+        )
+
+
+def _measured(
+    place: OfStack | None,
+    name: str,
+    importance: Mapping[str, Array],
+    smoothing: Smoothing,
+    rounded: Mapping[str, RoundedCodes],
+) -> Measured:
+    """What a text tells of a weight, or of its part of a stack."""
+    stored = place.name if place else name
+    columns, rows, codes = (
+        smoothing.matrices.get(stored, NONE),
+        smoothing.outputs.get(stored, NONE),
+        rounded.get(stored),
+    )
+    found = importance.get(stored, NONE)
+    if not place:
+        return Measured(found, columns, rows, codes)
+    number, part = place.expert, slice(place.first, place.first + place.count)
+    return Measured(
+        found[number] if found.size else NONE,
+        columns[number].ravel() if columns.size else NONE,
+        rows[number].ravel()[part, None] if rows.size else NONE,
+        replace(codes, parts={end: one[number, part] for end, one in codes.parts.items()}) if codes else None,
+    )
 
 
 def _smoothing(run: TextRun, kinds: Mapping[str, QuantizedWeight], importance: Mapping[str, Array]) -> Smoothing:
     pairs = [(run.traced, run.matches)]
-    if not smoothing_groups(pairs, coded(kinds, BlockFormat), gated=True):
+    if not smoothing_groups(pairs, coded(kinds, BlockFormat), aware=True):
         raise UnsupportedInput(
             "`--method awq` does not fit this model: no norm and no gated matrix can be divided by factors",
-            hint="norms that add 1 to their weight and those that a router reads cannot; `--method gptq` fits all",
+            hint="norms that add 1 to their weight cannot; `--method gptq` fits all",
         )
     return measure_activation_aware(pairs, kinds, importance, run)
 
 
-def _divided(norm: LazyTensor, factors: Array) -> LazyTensor:
-    """A vector divided by powers of two with which the quotient is exact, in its own dtype."""
+def _scaled(tensor: LazyTensor, divisors: Array) -> LazyTensor:
+    """A vector or matrix [N, K] divided by powers of two [K] with which the quotient is exact, in its own dtype."""
 
     def rows(start: int, stop: int) -> Array:
-        quotient: Array = norm.rows(start, stop).astype(np.float32) / factors[start:stop]
-        return quotient.astype(norm.dtype.numpy)
+        mine = divisors[start:stop] if len(tensor.shape) == 1 else divisors
+        quotient: Array = tensor.rows(start, stop).astype(np.float32) / mine
+        return quotient.astype(tensor.dtype.numpy)
 
-    return LazyTensor(norm.dtype, norm.shape, rows)
+    return LazyTensor(tensor.dtype, tensor.shape, rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from llmconv.causal_lm import mtp_tensors
@@ -66,6 +66,17 @@ OTHER_STACK = re.compile(
 
 
 @dataclass(frozen=True)
+class OfStack:
+    """Where a matrix [N, K] is in a stored stack of experts."""
+
+    name: str
+    expert: int
+    first: int  # of the outputs of the expert's matrix, which are those of gate and of up
+    count: int
+    turned: bool  # the stack is [experts, K, N]
+
+
+@dataclass(frozen=True)
 class Selected:
     """What becomes of the tensors of a model."""
 
@@ -73,6 +84,7 @@ class Selected:
     weights: Mapping[str, Weight]  # those that are quantized, by name
     ignore: tuple[str, ...]  # modules that are kept
     unfit: tuple[str, ...]  # those of them that the scheme's blocks do not divide
+    stacks: Mapping[str, OfStack] = field(default_factory=dict)  # of weights that are stored in stacks
 
 
 def select(
@@ -83,7 +95,8 @@ def select(
     Raises UnsupportedInput: none is left, or stacked experts of an unknown layout; UsageProblem: a pattern is invalid
     or matches nothing.
     """
-    tensors = dict(one_by_one(stored, config))
+    separate = list(_one_by_one(stored, config))
+    tensors = {name: tensor for name, tensor, _ in separate}
     if scheme.format == RELEASED:
         return _released(tensors, scheme, exclude)
     matrices = {name: one for name, one in tensors.items() if is_matrix(name, one) and not is_conv1d(config, name)}
@@ -113,7 +126,8 @@ def select(
     weights = {name: Weight(name, one, peaks[name]) for name, one in chosen.items()}
     ignore = [name.removesuffix(END) for name in matrices if name not in weights]
     head = [] if any(name.endswith(HEAD) for name in ignore) else [HEAD]
-    return Selected(tensors, weights, (*ignore, *head), tuple(name for name in wanted if name in unfit))
+    stacks = {name: place for name, _, place in separate if place and name in weights}
+    return Selected(tensors, weights, (*ignore, *head), tuple(name for name in wanted if name in unfit), stacks)
 
 
 def _released(tensors: Mapping[str, LazyTensor], scheme: Scheme, exclude: Sequence[str]) -> Selected:
@@ -164,16 +178,22 @@ def _excluded(patterns: Sequence[str], tensors: Mapping[str, LazyTensor]) -> set
 
 def one_by_one(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> Iterator[tuple[str, LazyTensor]]:
     """The tensors, with stacked experts under the names that releases for vLLM have."""
+    return ((name, tensor) for name, tensor, _ in _one_by_one(tensors, config))
+
+
+def _one_by_one(
+    tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]
+) -> Iterator[tuple[str, LazyTensor, OfStack | None]]:
     for name, tensor in tensors.items():
         found = STACKED.fullmatch(name)
         if not found or len(tensor.shape) != 3 or tensor.dtype.name not in FLOATS:
             if OTHER_STACK.search(f"{len(tensor.shape)} {name}") and tensor.dtype.name in FLOATS:
                 raise _unknown_layout(name, str(config.get("model_type")))
-            yield name, tensor
+            yield name, tensor, None
             continue
         kind = str(config.get("model_type"))
         if kind == "gpt_oss":
-            yield name, tensor
+            yield name, tensor, None
             continue
         if kind not in INPUTS_FIRST:
             raise _unknown_layout(name, kind)
@@ -183,8 +203,10 @@ def one_by_one(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> 
         for number in range(tensor.shape[0]):
             matrix = _matrix(tensor, number, inputs_first=inputs_first)
             halves = dict(zip(("gate_proj", "up_proj"), split(matrix, 0, 2), strict=True))
-            for end, one in (halves if found[2] == "gate_up_proj" else {"down_proj": matrix}).items():
-                yield f"{found[1]}.{number}.{end}{END}", one
+            parts = halves if found[2] == "gate_up_proj" else {"down_proj": matrix}
+            for at, (end, one) in enumerate(parts.items()):
+                rows = one.shape[0]
+                yield f"{found[1]}.{number}.{end}{END}", one, OfStack(name, number, at * rows, rows, inputs_first)
 
 
 def _unknown_layout(name: str, kind: str) -> UnsupportedInput:

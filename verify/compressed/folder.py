@@ -1,9 +1,9 @@
 """Verifies a folder of `llmconv quantize`: its configuration, what it keeps, every scale, every code, and the cost.
 
 With `--method awq` norms and rows of gated matrices are divided by powers of two, and the columns of the matrices
-behind them are multiplied with the same. Which factors a folder has is read off its norms and the sizes of its rows;
-each matrix must have those of its layer, and the model with all factors, before it is rounded, must be the same
-function: its logits on the text are the model's.
+behind them, and of a router, are multiplied with the same. Which factors a folder has is read off its norms and the
+sizes of its rows; each matrix must have those of its layer, and the model with all factors, before it is rounded, must
+be the same function: its logits on the text are the model's.
 """
 
 from __future__ import annotations
@@ -130,9 +130,10 @@ class CompressedFolder:
         yield [audited("configuration", "config.json", list(self._configuration()), "as `quantize` writes it")]
         yield [audited("names", "config.json", list(self._names()), f"{len(self.stored.stored)} tensors")]
         kept = [name for name in self.reference if name in self.stored.stored and name not in self.stored.weights]
-        same = [name for name in kept if name not in self._divided]
+        same = [name for name in kept if name not in self._divided and name not in self._routers]
         passed = f"{len(same)} are the model's, bit for bit"
         passed += f", and {len(self._divided)} are divided by powers of two" if self._divided else ""
+        passed += f", {len(self._routers)} multiplied with the same" if self._routers else ""
         yield [audited("kept tensors", "*.safetensors", list(self._kept(same)), passed)]
         yield [self._codes()]
         if not any(check.verdict == "fail" for check in self.report.checks):
@@ -294,6 +295,23 @@ class CompressedFolder:
                 found[name] = factors
         return found
 
+    @cached_property
+    def _routers(self) -> frozenset[str]:
+        """The kept matrices whose columns are multiplied with the factors of a norm of their layer, exactly."""
+        found = set()
+        for name, wanted in self.reference.items() if self._divided else ():
+            stored, layer = self.stored.stored.get(name), LAYER.search(name)
+            plain = stored is not None and name not in self.stored.weights and len(wanted.shape) == MATRIX
+            if not plain or not layer or stored is None or stored.shape != wanted.shape or stored.dtype != wanted.dtype:
+                continue
+            prefix, before = name[: layer.end()], wanted.read().astype(np.float32)
+            after = stored.read().astype(np.float32)
+            candidates = [one for norm, one in self._divided.items() if norm.startswith(prefix)]
+            fitting = [one for one in candidates if len(one) == wanted.shape[1]]
+            if not np.array_equal(before, after) and any(np.array_equal(before * one, after) for one in fitting):
+                found.add(name)
+        return frozenset(found)
+
     def _with_factors(self, name: str) -> LazyTensor:
         """The model's weight, its columns and rows multiplied with the factors that fit the codes best."""
         weight = self.reference[name]
@@ -305,7 +323,7 @@ class CompressedFolder:
     def _factors(self) -> Mapping[str, tuple[Array, Array]]:
         """Factors of columns [K] and of rows [N, 1] by name of the weight, float32 powers of two.
 
-        Those of columns are those of a norm of the layer, or the reciprocals of a matrix's rows there.
+        Those of columns are those of a norm of the layer, or the reciprocals of rows of a matrix of the same module.
         """
         if not self.has_factors:
             return {}
@@ -318,10 +336,14 @@ class CompressedFolder:
             name: self._best(name, [self._divided[norm] for norm in norms.get(prefix, ())])[1]
             for name, prefix in prefixes.items()
         }
+        modules = lists_by_key((_module(name), name) for name in rows)
         factors: dict[str, tuple[Array, Array]] = {}
         for name, prefix in prefixes.items():
             columns = [self._divided[norm] for norm in norms.get(prefix, ())]
-            columns += [1 / rows[other][:, 0] for other in rows if prefixes[other] == prefix and other != name]
+            for other in modules[_module(name)]:
+                whole = 1 / rows[other][:, 0] if other != name else np.ones(0, np.float32)
+                half = len(whole) // 2  # of gate and up in one matrix
+                columns += [whole, whole[:half], whole[half:]]
             factors[name] = self._best(name, columns)
         return factors
 
@@ -354,7 +376,7 @@ class CompressedFolder:
         coded = {name: self._with_factors(name) for name in self.stored.weights}
         return {
             **self.reference.tensors,
-            **{name: self.stored.stored[name] for name in self._divided},
+            **{name: self.stored.stored[name] for name in (*self._divided, *self._routers)},
             **{name: one for name, one in coded.items() if name in self.reference.tensors},
         }
 
@@ -381,6 +403,12 @@ class CompressedFolder:
 
 
 SAMPLE = 64  # rows by which the factors of a matrix are told
+MATRIX = 2
+
+
+def _module(name: str) -> str:
+    """The module that has a matrix: `…mlp` of `…mlp.up_proj.weight`."""
+    return name.removesuffix(".weight").rpartition(".")[0]
 
 
 def _row_factors(values: Array, exact: Array) -> Array:

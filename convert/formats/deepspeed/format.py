@@ -9,20 +9,22 @@ dict with the whole float32 master weight as `param`; next to it the optimizer's
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from llmconv.causal_lm import architecture
 from llmconv.checkpoint import ADAPTER_CONFIG, INDEX, SINGLE, Checkpoint, read_json
 from llmconv.convert.algebra import reshaped
-from llmconv.convert.assembly import OPTIONS, opened_with_adapter, side_files_of
+from llmconv.convert.assembly import OPTIONS, dropped_outside, opened_with_adapter, side_files_of
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.deepspeed import save_folder
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
-from llmconv.convert.models.config_file import OPTION, causal_lm_config
-from llmconv.convert.models.transformers_source import HEADS
+from llmconv.convert.models.config_file import OPTION, causal_lm_config, plain_fields
+from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS
 from llmconv.convert.state_dicts.files import Sign, select
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.files.pickle_machine import Stub
@@ -35,7 +37,12 @@ from llmconv.tensors import BY_NAME, LazyTensor, cast
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     save = save_folder.open_save(path)
     model = open_model(save)
-    given = {name: value for name, value in config.items() if name not in OPTIONS}
+    given = {name: value for name, value in config.items() if name not in (*OPTIONS, "drop")}
+    heads = [name for name in model.tensors if VALUE_HEAD.match(name)]
+    left_out = dropped_outside(heads, save.name, drop=bool(config.get("drop")))
+    rest = {name: tensor for name, tensor in model.tensors.items() if name not in heads}
+    model = replace(model, tensors=rest, dropped=(*model.dropped, *left_out))
+    _require_one_model(model.tensors, save.name)
     adapted = any("lora_" in name for name in model.tensors)
     if adapted and not given.keys() < config.keys() and not any(".base_layer." in name for name in model.tensors):
         saved = (save.home / ADAPTER_CONFIG).is_file()
@@ -50,7 +57,10 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         warnings, settings = [*model.warnings], dict[str, Any]()
         stored = read_json(save.home / "config.json") if (save.home / "config.json").is_file() else {}
         side_files = {**(base.side_files if base else {}), **side_files_of(save.home, tokenizer)}
-        if tensors:
+        if tensors and architecture({**stored, **given}).endswith(CLASSIFIERS):
+            settings = plain_fields({**stored, **given}, warnings)
+            tensors = select(tensors, lambda _, tensor: tensor, save.name, warnings)
+        elif tensors:
             settings = causal_lm_config(stored or (base.config if base else {}), given, path.name, warnings)
             own, names = AUTO_MAP in settings, [WRAPPERS.sub("", name) for name in tensors]
             # what a trainer put before every name, such as `_forward_module.`: before that of the output head
@@ -68,16 +78,33 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     return opened_with_adapter(tensors, save.home, config, open_model_of)
 
 
+VALUE_HEAD = re.compile(r"(?:module\.)?v_head\.")  # of TRL's models, beside `pretrained_model.`
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")  # reward and value models
+
+
+def _require_one_model(names: Collection[str], source: str) -> None:
+    """Refuses a wrapper of several models, such as the `policy` and `value_model` of TRL and open-instruct."""
+    first = {name.partition(".")[0] for name in names}
+    whole = {name.partition(".")[0] for name in names if name.endswith(tuple(f".{end}" for end in EMBEDDINGS))}
+    if len(first) > 1 and first == whole:
+        prefixes = listing([f"{one}." for one in sorted(first)])
+        raise UnsupportedInput(
+            f"`{source}` contains {len(first)} models, with the prefixes {prefixes}",
+            hint="save the `state_dict()` of one model alone, or give the Hugging Face folder that the trainer wrote",
+        )
+
+
 FORMAT = Format(
     name="deepspeed",
     title="DeepSpeed ZeRO: a folder with `latest` and one such as `global_step500`",
     detect=save_folder.is_deepspeed,
     sign=Sign(keys=("ds_version", "ds_config", "param_shapes")),
     open=_open,
-    options=(*OPTIONS, OPTION),
+    options=("drop", *OPTIONS, OPTION),
     peek=lambda path: open_model(save_folder.open_save(path)),
-    covers="ZeRO stages 0 to 3 of any number of ranks, frozen and tied weights, universal checkpoints; "
-    "LoRA runs, merged or kept apart; float32 master weights",
+    covers="ZeRO stages 0 to 3 of any number of ranks, frozen and tied weights, universal checkpoints; classifiers "
+    "such as reward and value models; `--drop` leaves out TRL's value head; LoRA runs, merged or kept apart; float32 "
+    "master weights",
 )
 
 

@@ -169,6 +169,7 @@ def hugging_face_name(name: str, model_type: str) -> str | None:
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 VERL_STEP = "global_step_"  # begins the folders next to verl's file of that name
+STEP_MODEL = "model"  # the folder of the model in a step of slime's runs with FSDP
 ITERATION = re.compile(r"iter_(\d{7,12})")
 RANK = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?(?:_(\d{3,5}))?|tp_rank_(\d{2,5})_pp_rank_(\d{3,5})")
 # A rank's file; the second if the distributed optimizer of 2022 kept its part elsewhere, the third in NeMo 1
@@ -199,7 +200,7 @@ def is_save(path: Path) -> bool:
         return (
             _is_rank_folder(path)
             or _is_place(path)
-            or ((path / TRACKER).is_file() and not any(path.glob(f"{VERL_STEP}*")))
+            or ((path / TRACKER).is_file() and not any(path.glob(f"{VERL_STEP}*")) and not plain_steps(path))
             or any(map(_is_place, _iterations(path)))
         )
     except PermissionError:  # llmconv looks into every given folder, which may contain anything
@@ -255,6 +256,20 @@ def _iterations(path: Path) -> list[Path]:
     ]
 
 
+def plain_steps(path: Path) -> dict[str, Path]:
+    """The steps of a run of slime with FSDP by name: folders of torch's distributed checkpoints, none of Megatron's."""
+    try:
+        steps = {step.name: [one for one in (step, step / STEP_MODEL) if is_folder(one)] for step in _iterations(path)}
+        return {name: found[0] for name, found in steps.items() if found and not is_megatron_distributed(path / name)}
+    except PermissionError:  # as in `is_save`
+        return {}
+
+
+def named(word: str) -> str:
+    """The name of a save from the word in the tracker's file, which is mostly its number."""
+    return f"iter_{int(word):07d}" if word.isdecimal() and len(word) < 13 else word
+
+
 def _nemo_weights(folder: Path) -> Path | None:
     """The folder of weights in an unpacked NeMo checkpoint; None if it is none."""
     if (folder / NEMO2_CONTEXT).is_dir() and is_folder(folder / NEMO2_WEIGHTS):
@@ -284,12 +299,7 @@ def find_save(path: Path) -> Save:
     folder = path
     if not _is_place(path):
         saves = {entry.name: entry for entry in _iterations(path) if _is_place(entry)}
-        folder = tracked(
-            path,
-            saves,
-            path / TRACKER,
-            lambda word: f"iter_{int(word):07d}" if word.isdecimal() and len(word) < 13 else word,
-        )
+        folder = tracked(path, saves, path / TRACKER, named)
     if (weights := _nemo_weights(folder)) and weights != folder:
         _refuse_other_backends(weights)
         return Save(folder, {}, weights, folder)

@@ -94,28 +94,34 @@ def test_a_training_checkpoint_is_no_adapter(tmp_path: Path) -> None:
         open_training(tmp_path / "step_5")
 
 
-def reward_model(head: str, config: LlamaConfig) -> Any:
-    """OpenRLHF's class, whose name `save_pretrained` writes into `architectures`."""
+def reward_model(head: str, config: LlamaConfig, *, rows: int = 1, kind: str = "RewardModel") -> Any:
+    """OpenRLHF's class, whose name `save_pretrained` writes into `architectures`; that of value models is alike."""
 
     class RewardModel(LlamaPreTrainedModel):  # type: ignore[misc]
         def __init__(self, config: LlamaConfig) -> None:
             super().__init__(config)
             self.model = LlamaModel(config)
-            setattr(self, head, torch.nn.Linear(config.hidden_size, 1, bias=False))
+            setattr(self, head, torch.nn.Linear(config.hidden_size // rows, rows, bias=False))
             self.post_init()
 
+    RewardModel.__name__ = kind
     return RewardModel(config)
 
 
+@pytest.mark.parametrize("kind", ["RewardModel", "CriticModel"])
 @pytest.mark.parametrize("head", ["score", "value_head", "own_head"])
-def test_a_reward_model_of_openrlhf_becomes_the_classifier_that_computes_the_same(head: str, tmp_path: Path) -> None:
+def test_a_reward_model_of_openrlhf_becomes_the_classifier_that_computes_the_same(
+    head: str, kind: str, tmp_path: Path
+) -> None:
+    """A value model has a value for each token, the classifier that of the last one."""
     torch.manual_seed(5)
     config = LlamaConfig(**SIZES, pad_token_id=0, value_head_prefix=head, normalize_reward=True, mean=0.5, std=2.0)
-    model = reward_model(head, config)
+    model = reward_model(head, config, kind=kind)
     model.save_pretrained(tmp_path / "reward")
     made = to_hf(tmp_path / "reward", tmp_path / "out")
-    assert "is written as the LlamaForSequenceClassification" in made.checkpoint.warnings[0]
-    assert "`mean` and `std`" in made.checkpoint.warnings[1]
+    notes = made.checkpoint.warnings
+    assert f"`{kind}` is written as the LlamaForSequenceClassification" in notes[0] and "`mean` and `std`" in notes[-1]
+    assert ("the classifier has the value of the last token alone" in notes) == (kind == "CriticModel")
     classifier, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert classifier.config.num_labels == 1 and not any(info.values())
     ids = torch.tensor([[3, 4, 5, 6], [7, 8, 0, 0]])
@@ -123,6 +129,12 @@ def test_a_reward_model_of_openrlhf_becomes_the_classifier_that_computes_the_sam
     hidden = model.model(ids, attention_mask=mask).last_hidden_state
     wanted = getattr(model, head)(hidden)[torch.arange(2), mask.sum(-1) - 1]
     assert torch.equal(classifier(ids, attention_mask=mask).logits, wanted)
+
+
+def test_a_value_head_of_another_shape_is_refused(tmp_path: Path) -> None:
+    reward_model("value_head", LlamaConfig(**SIZES), rows=2, kind="CriticModel").save_pretrained(tmp_path / "critic")
+    with pytest.raises(UnsupportedInput, match=r"value model of OpenRLHF .*has the shape \[2, \d+\], not \[1, \d+\]"):
+        to_hf(tmp_path / "critic", tmp_path / "out")
 
 
 def test_a_reward_model_without_a_classifier_is_refused(tmp_path: Path) -> None:

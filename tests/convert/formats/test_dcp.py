@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from llmconv.convert import to_hf
 from llmconv.convert.formats import formats
@@ -19,7 +20,9 @@ from llmconv.convert.inspection import inspect
 from llmconv.convert.models.head_and_dtype import settled
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
-from tests.builders.dcp_folders import save
+from tests.builders.dcp_folders import change, save
+from tests.builders.dcp_ranks import save_sharded
+from tests.builders.rank_saves import SIZES
 from tests.convert.formats.test_composer import CONFIG, state_dict
 
 FSDP = "pytorch_model_fsdp_0"
@@ -211,3 +214,66 @@ def test_the_folder_of_a_step_names_the_checkpoint_inside(place: str, dcp: Path,
     ) as caught:
         open_training(tmp_path / "step_10")
     assert str(inner) in caught.value.hint
+
+
+def slime_run(folder: Path, inner: str, steps: Mapping[int, dict[str, torch.Tensor]]) -> Path:
+    """What `save` of slime's `backends/fsdp_utils/checkpoint.py` writes; at first the model was in the step itself."""
+    for step, state in steps.items():
+        home = folder / f"iter_{step:07d}"
+        if inner:
+            save(home / inner, {"model_state": {"model": state}})
+            save(home / "optimizer", {"optim_state": {"optim": OTHER["optimizer"]}})
+            save(home / "lr_scheduler", {"lr_scheduler_state": {"lr_scheduler": {"last_epoch": step}}})
+        else:
+            save(home, {"app": {"model": state, "optim": OTHER["optimizer"]}})
+        torch.save({"torch": torch.get_rng_state()}, home / "rng.pt")
+        (home / "meta.json").write_text(json.dumps({"iteration": step, "world_size": 1}))
+        (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
+    return folder
+
+
+@pytest.mark.parametrize("inner", ["model", ""])
+def test_the_newest_step_of_a_run_of_slime_is_read(inner: str, tmp_path: Path, config: tuple[Path, ...]) -> None:
+    older = {name: tensor + 1 for name, tensor in state_dict().items()}
+    run = slime_run(tmp_path / "run", inner, {5: older, 10: state_dict()})
+    assert [name for name, format in formats().items() if format.detect(run)] == ["dcp"]
+    assert_equal(opened(run, config), state_dict())
+    assert_equal(opened(run / "iter_0000010", config), state_dict())
+    assert_equal(opened(run / "iter_0000005", config), older)
+    (run / "latest_checkpointed_iteration.txt").write_text("5")
+    assert_equal(opened(run, config), older)
+
+
+def test_a_run_of_slime_whose_step_is_missing_is_refused(tmp_path: Path, config: tuple[Path, ...]) -> None:
+    run = slime_run(tmp_path / "run", "model", {5: state_dict(), 10: state_dict()})
+    shutil.rmtree(run / "iter_0000010")
+    with pytest.raises(MalformedInput, match="names 'iter_0000010', which is not a save in it"):
+        opened(run, config)
+    (run / "latest_checkpointed_iteration.txt").unlink()
+    assert_equal(opened(run, config), state_dict())
+
+
+def without_version(metadata: Any) -> None:
+    """As torch before 2.8 writes it."""
+    del metadata.version
+
+
+def test_an_order_of_parts_that_early_torch_states_wrongly_is_refused(dcp: Path, tmp_path: Path) -> None:
+    """The same places are right where a tensor was sharded in the order of its mesh, as later torches say."""
+    path = Path(shutil.copytree(dcp / "grids", tmp_path / "x"))
+    assert inspect(path).tensors
+    with pytest.raises(UnsupportedInput, match=r"sharded twice along one dim by a torch before 2\.5"):
+        inspect(change(path, without_version))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("early", [True, False])
+def test_fsdp_over_tensor_parallelism_is_read_or_refused(early: bool, tmp_path: Path) -> None:
+    state = save_sharded(tmp_path / "x", early=early)
+    (tmp_path / "x" / "config.json").write_text(json.dumps({**LlamaConfig(**SIZES).to_dict()}))
+    change(tmp_path / "x", without_version)
+    if early:
+        with pytest.raises(UnsupportedInput, match=r"`model\.layers.*gate_proj\.weight` in `x` is sharded twice"):
+            opened(tmp_path / "x", ())
+    else:
+        assert_equal(opened(tmp_path / "x", ()), state)

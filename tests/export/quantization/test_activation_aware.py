@@ -49,7 +49,7 @@ from tests.verify.test_quantized_folder import damaged
 
 FLOAT32 = BY_NAME["float32"]
 RANDOM = np.random.default_rng(0)
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "phi3", "bloom")]
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "gpt_oss", "phi3", "bloom")]
 
 
 def exported(model: Path, folder: Path, **options: Any) -> Path:

@@ -26,7 +26,7 @@ from llmconv.files.safetensors_file import read_header
 from llmconv.output.plan import json_bytes
 from llmconv.quantized_weights.quantized_checkpoint import FIELD, quantized_checkpoint
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, graphs, load_guarded, refill
-from llmconv.tensors import BY_NAME, Array, LazyTensor, lists_by_key
+from llmconv.tensors import BY_NAME, Array, LazyTensor, in_memory, lists_by_key
 from llmconv.verify.audit.weights import reference_name
 from llmconv.verify.other_exporters.quantized.expected_scales import in_blocks
 from llmconv.verify.other_exporters.quantized.quantized_matrix import Constants, QuantizedMatrix
@@ -342,6 +342,7 @@ def _rows(tensor: LazyTensor, index: int, start: int, stop: int) -> Array:
 
 
 FILES, SUFFIX, OUTPUTS = "quantized*.safetensors", ".smoothing", ".smoothing_outputs"
+ENDS = SUFFIX, OUTPUTS
 FLOAT32 = BY_NAME["float32"]
 LARGEST = 64  # the largest exponent of a factor that float32 weights can be divided by and multiplied with
 MATRIX = 2
@@ -351,7 +352,8 @@ MATRIX = 2
 class StoredSmoothing:
     """The factors of a folder by name of the model's tensor: [K] of a norm or of a matrix [N, K], [K, 1] of [K, N].
 
-    Those of the outputs of a matrix are [N, 1], or [N] of [K, N].
+    Those of the outputs of a matrix are [N, 1], or [N] of [K, N]. Matrices of a stack have the names that `unstacked`
+    gives them.
     """
 
     factors: Mapping[str, LazyTensor] = field(default_factory=dict)
@@ -361,9 +363,9 @@ class StoredSmoothing:
     def of(cls, folder: Path) -> StoredSmoothing:
         """The factors in the files of a folder; reads their headers. MalformedInput if a file is damaged."""
         tensors = {name: found for path in folder.glob(FILES) for name, found in read_header(path).tensors.items()}
-        ends = (SUFFIX, OUTPUTS)
+        found = ({name.removesuffix(end): one for name, one in tensors.items() if name.endswith(end)} for end in ENDS)
         return cls(
-            *({name.removesuffix(end): one for name, one in tensors.items() if name.endswith(end)} for end in ends)
+            *({key: part for name, one in kind.items() for key, part in _of_matrices(name, one)} for kind in found)
         )
 
     def problems(self, reference: Mapping[str, LazyTensor]) -> list[str]:
@@ -412,6 +414,16 @@ class StoredSmoothing:
             name: _scaled(tensor, self.factors[name].read(), operation(tensor)) if name in self.factors else tensor
             for name, tensor in tensors.items()
         }
+
+
+def _of_matrices(name: str, factors: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
+    """The factors of each matrix of a stack, which are stored as [experts, 1, K] or [experts, K, 1]; or as they are."""
+    if len(factors.shape) <= MATRIX:
+        yield name, factors
+        return
+    for index in range(factors.shape[0]):
+        one = factors.rows(index, index + 1)[0]
+        yield f"{name}[{index}]", in_memory(np.ascontiguousarray(one[0] if len(one) == 1 else one), factors.dtype)
 
 
 def _scaled(tensor: LazyTensor, factors: Array, operation: np.ufunc) -> LazyTensor:
