@@ -41,7 +41,7 @@ def measured(model: Path, **options: Any) -> Smoothing:
     """The factors that an export in int4 has."""
     source, language_model = open_checkpoint(model), open_language_model(open_checkpoint(model))
     run = text_run(language_model, source, {}, CalibrationText.shipped(), TOKENS)
-    given = {**DEFAULTS, "quant": "int4", "method": "awq", "calibrate": "default", **options}
+    given = {**DEFAULTS, "quant": "int4", "quant_block": 32, "method": "awq", "calibrate": "default", **options}
     settings = QuantizationSettings.parse(given)
     assert settings
     graphs = [(run.traced, run.matches)]
