@@ -356,7 +356,7 @@ def _modules(folder: Path) -> dict[str, Any]:
 INDEX = "quantized.safetensors.index.json"
 CODES, ZEROS = ".codes", ".zeros"
 # Suffixes of the tensors that are stored instead of a weight, or with it
-PARTS = (CODES, ".scales", ZEROS, ".smoothing", ".order")
+PARTS = (CODES, ".scales", ZEROS, ".smoothing", ".smoothing_outputs", ".importance", ".order")
 PRESETS = {"int8": 32, "int4": 32, "int4-mixed": 32, "int4-small": 128, "a8w8": 32}
 WITH_TEXT = {**PRESETS, "int4": 64}
 """Default block sizes by preset, and of codes that were chosen on a text; other names are of methods, whose blocks are

@@ -447,7 +447,8 @@ def _cost_options(verified: VerifiedFolder, choices: Choices, code: Path | None)
     own = bool(preset) or any(verified.path.glob(CODES))
     smoothing = StoredSmoothing.of(verified.path)
     method, weighted = recorded(verified.path, "method"), bool(recorded(verified.path, "calibrate"))
-    codes = ExpectedCodes(nearest=own, plain=method == "rtn", weighted=weighted, feedback=method == "gptq")
+    importance = StoredSmoothing.importance(verified.path) if weighted else {}
+    codes = ExpectedCodes(own, method == "rtn", weighted, method == "gptq", importance=importance)
     return QuantizationOptions(choices.text, choices.limits, preset, code, codes, smoothing, ranges, own=True)
 
 

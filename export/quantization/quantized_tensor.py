@@ -228,6 +228,7 @@ def widened(rows: Array, name: str | None = None) -> Array:
 
 FLOAT32 = BY_NAME["float32"]
 SMOOTHING, OUTPUTS = ".smoothing", ".smoothing_outputs"  # suffixes of the names of factors
+IMPORTANCE = ".importance"  # that of the columns, with which scales were searched; `verify` searches again
 
 
 def multiplied(weight: LazyTensor, factors: Array) -> LazyTensor:

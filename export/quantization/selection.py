@@ -20,6 +20,7 @@ from llmconv.errors import InputRefused
 from llmconv.export.quantization.block_rounding import BITS, NONE, BlockFormat, ColumnFormat, WeightFormat, pack
 from llmconv.export.quantization.quantized_tensor import (
     CODES,
+    IMPORTANCE,
     OFFSETS,
     ORDER,
     OUTPUTS,
@@ -145,7 +146,8 @@ class QuantizedWeight:
         if isinstance(self.form, ColumnFormat):
             return ColumnTensor(name, tensor, transposed=turned).tensors()
         made = QuantizedTensor(name, tensor, self.form, transposed=turned, scale_dtype=scales, importance=importance)
-        return made.tensors()
+        known = stored_factors(name, importance, IMPORTANCE) if importance.size and self.form.search else {}
+        return {**made.tensors(), **known}
 
     def in_file(self, name: str) -> dict[str, FileTensor] | None:
         """Codes and scales over the checkpoint's own bytes; None if those are not what the graphs read."""
@@ -441,7 +443,7 @@ class QuantizedSizes:
             sum(before[name].nbytes for name in quantized),
             sum(after[name].nbytes for name in parts if name in after),
             len(before.keys() - quantized.keys()),
-            sum(tensor.nbytes for name, tensor in after.items() if name.endswith(SMOOTHING)),
+            sum(tensor.nbytes for name, tensor in after.items() if name.endswith((SMOOTHING, OUTPUTS, IMPORTANCE))),
         )
 
     @property

@@ -139,6 +139,20 @@ def test_verify_accepts_the_default(wide: Path, default: Path) -> None:
     assert report.verdict == "pass", report.closing_lines()
 
 
+@pytest.mark.parametrize("end", [".scales", ".importance"])
+def test_a_scale_that_the_search_would_not_choose_is_named(end: str, wide: Path, default: Path, tmp_path: Path) -> None:
+    """Scales are searched again with the importance of columns that the export has stored."""
+
+    def changed(values: Array) -> Array:
+        values = values.copy()
+        values[3] *= np.float32(1.0002 if end == ".scales" else 50)
+        return values
+
+    broken = damaged(default, tmp_path / "broken", GATE + end, changed)
+    report = verify(broken, reference=wide, scenario=FIRST)
+    assert f"`{GATE}`" in failures(report) and "search of an export" in failures(report)
+
+
 def test_a_model_that_cannot_run_the_text_is_rounded_by_its_weights_alone(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

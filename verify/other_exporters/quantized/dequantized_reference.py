@@ -342,6 +342,7 @@ def _rows(tensor: LazyTensor, index: int, start: int, stop: int) -> Array:
 
 
 FILES, SUFFIX, OUTPUTS = "quantized*.safetensors", ".smoothing", ".smoothing_outputs"
+IMPORTANCE = ".importance"
 ENDS = SUFFIX, OUTPUTS
 FLOAT32 = BY_NAME["float32"]
 LARGEST = 64  # the largest exponent of a factor that float32 weights can be divided by and multiplied with
@@ -367,6 +368,21 @@ class StoredSmoothing:
         return cls(
             *({key: part for name, one in kind.items() for key, part in _of_matrices(name, one)} for kind in found)
         )
+
+    @staticmethod
+    def importance(folder: Path) -> dict[str, Array]:
+        """The importance of the columns of each matrix, float32 [K]; raises MalformedInput if a file is damaged.
+
+        Any finite importance says how scales were chosen, and none changes what codes may stand for.
+        """
+        tensors = {name: found for path in folder.glob(FILES) for name, found in read_header(path).tensors.items()}
+        found: dict[str, Array] = {}
+        for name, one in tensors.items():
+            if name.endswith(IMPORTANCE) and one.dtype == FLOAT32:
+                stem, values = name.removesuffix(IMPORTANCE), one.read()
+                single = len(values.shape) == 1
+                found |= {stem: values} if single else {f"{stem}[{at}]": row for at, row in enumerate(values)}
+        return {name: values for name, values in found.items() if values.ndim == 1 and np.isfinite(values).all()}
 
     def problems(self, reference: Mapping[str, LazyTensor]) -> list[str]:
         every = [(SUFFIX, name, one) for name, one in self.factors.items()]

@@ -82,14 +82,21 @@ def _between(blocks: Blocks, share: Array, limits: tuple[float, float], size: Ar
     return (share >= least - rounding) & (share <= most + rounding)
 
 
-def as_searched(blocks: Blocks) -> Array:
-    """Where scales and zero points are those of the search in which all columns count alike, [rows, blocks].
+def as_searched(blocks: Blocks, importance: Array | None = None) -> Array:
+    """Where scales and zero points are those of the search, [rows, blocks].
 
-    All arithmetic of a search is float32 in the order of the columns, so it has the same bits everywhere.
+    `importance` [columns] is that of columns, None if all count alike. All arithmetic of a search is float32 in the
+    order of the columns, so it has the same bits everywhere.
     """
     shape = blocks.scales.shape
     weights = blocks.weights.reshape(-1, blocks.weights.shape[2])
-    parts = [_least_error(weights[at : at + AT_ONCE], blocks) for at in range(0, len(weights), AT_ONCE)]
+    factors = None
+    if importance is not None:
+        factors = np.tile(in_blocks(importance[None], blocks.weights.shape[2])[0], (shape[0], 1))
+    parts = [
+        _least_error(weights[at : at + AT_ONCE], blocks, None if factors is None else factors[at : at + AT_ONCE])
+        for at in range(0, len(weights), AT_ONCE)
+    ]
     scales, zeros = (np.concatenate(part).reshape(shape) for part in zip(*parts, strict=True))
     with np.errstate(over="ignore"):
         stored = scales.astype(blocks.dtype).astype(np.float64)
@@ -97,23 +104,25 @@ def as_searched(blocks: Blocks) -> Array:
     return found
 
 
-def _least_error(weights: Array, blocks: Blocks) -> tuple[Array, Array]:
-    """Scales and zero points of weights float32 [blocks, size], by the search."""
+def _least_error(weights: Array, blocks: Blocks, factors: Array | None) -> tuple[Array, Array]:
+    """Scales and zero points of weights float32 [blocks, size], by the search; `factors` are of the same shape."""
     largest, symmetric = np.float32(blocks.largest), blocks.symmetric
     middle = np.full(len(weights), np.float32(blocks.middle))
     low, high = np.minimum(weights.min(axis=1), 0), np.maximum(weights.max(axis=1), 0)
     size = np.where(high > -low, high, low) if symmetric else high - low
     columns, step = np.ascontiguousarray(weights.T), STEP[symmetric]
+    counts = None if factors is None else np.ascontiguousarray(factors.T)
     best = _Best(np.zeros_like(low))
 
     def attempt(width: Array, zero: Array) -> None:
         inverse = width / size
         products, squares = np.zeros_like(low), np.zeros_like(low)
-        for column in columns:
+        for at, column in enumerate(columns):
             code = _rounded(column * inverse + zero, blocks.largest)
             code -= zero
-            products += code * column
-            squares += np.square(code, out=code)
+            scaled = code if counts is None else counts[at] * code
+            products += scaled * column
+            squares += scaled * code
         scale = products / squares
         gain = scale * products
         best.keep((squares > 0) & (gain > best.gain) & (gain < np.inf), gain, scale, zero, width)
@@ -166,20 +175,23 @@ def _rounded(values: Array, largest: int) -> Array:
     return np.trunc(values, out=values)
 
 
-def scale_problem(blocks: Blocks, first: int, is_plain: bool, *, weighted: bool, every: int = 1) -> str:
+def scale_problem(
+    blocks: Blocks, first: int, is_plain: bool, *, weighted: bool, importance: Array | None = None, every: int = 1
+) -> str:
     """Describes the first block whose scale or zero point an export would not choose; empty if there is none.
 
-    If `is_plain`, scales come from extreme values alone; if `weighted`, they suit the columns that matter on a text. A
-    search is repeated for one row in `every`.
+    If `is_plain`, scales come from extreme values alone; if `weighted`, they suit the columns that matter on a text, as
+    the `importance` [columns] says if it is known. A search is repeated for one row in `every`.
     """
     if is_plain or blocks.largest > FOUR_BITS:
         return _description(blocks, plain(blocks), first, "not that of its weights")
     if problem := _description(blocks, searched(blocks), first, "beyond what a search tries"):
         return problem
-    if weighted:
+    if weighted and importance is None:
         return _description(blocks, not_erased(blocks), first, "not that of the least error")
     some = blocks if every == 1 else blocks.some(every)
-    return _description(some, as_searched(some), first, "not the one that the search of an export finds", every)
+    fits = as_searched(some, importance)
+    return _description(some, fits, first, "not the one that the search of an export finds", every)
 
 
 def feedback_problem(blocks: Blocks, first: int) -> str:

@@ -44,6 +44,8 @@ class ExpectedCodes:
     every: int = 1  # a search is repeated for one row in so many; all scales must be within what it tries
     # weights whose values are those of the reference, with the dtype of its scales; by name
     kept: Mapping[str, DType] = field(default_factory=dict)
+    # of columns, float32 [K], with which the scales of 4 bits were searched; by name
+    importance: Mapping[str, Array] = field(default_factory=dict)
 
     def scales_of(self, name: str) -> DType | None:
         """The dtype of the reference's scales for a tensor whose codes are kept; else None."""
@@ -156,7 +158,9 @@ def _exact_error(
     """
     scales, (size, columns) = ColumnScales.of(stored, match), (stored.repeat[1], match.columns)
     whole = stored.repeat[0] == 1 and stored.columns is None and len(columns) == stored.shape[1]
-    loose = expected.feedback or (expected.weighted and stored.largest == FOUR_BITS) or expected.scales_of(match.name)
+    importance = _importance(stored, match, expected)
+    weighted = expected.weighted and stored.largest == FOUR_BITS
+    loose = expected.feedback or (weighted and importance is None) or expected.scales_of(match.name)
     if not expected.nearest or loose or stored.largest is None or not (scales or whole):
         return None
     errors = sizes = 0.0
@@ -168,7 +172,10 @@ def _exact_error(
             weights = original
         else:
             blocks = Blocks.of(stored, original, slice(columns.start, columns.stop), start)
-            if blocks is None or scale_problem(blocks, start, expected.plain, weighted=False, every=expected.every):
+            if blocks is None:
+                return None
+            plain, every = expected.plain, expected.every
+            if scale_problem(blocks, start, plain, weighted=weighted, importance=importance, every=every):
                 return None
             grids = [grid.astype(np.float32)[..., None] for grid in (blocks.scales, blocks.zeros)]
             weights, codes = blocks.weights, in_blocks(codes, size)
@@ -186,6 +193,12 @@ def _exact_error(
         errors, sizes = errors + float(np.dot(error, error)), sizes + float(np.dot(values, values))
     relative = (errors / sizes) ** 0.5 if sizes else float("inf") if errors else 0.0
     return None if (scales and scales.problem()) or not relative <= IMPLAUSIBLE else relative
+
+
+def _importance(stored: QuantizedMatrix, match: TensorMatch, expected: ExpectedCodes) -> Array | None:
+    """The importance of the columns of a tensor with which its scales were searched; None if it is not known."""
+    found = expected.importance.get(match.name) if stored.largest == FOUR_BITS else None
+    return found if found is not None and len(found) == len(match.columns) else None
 
 
 def _rounding_error(
@@ -232,6 +245,7 @@ class _OwnCodes:
         self._stored, self._expected = stored, expected
         self._columns = slice(match.columns.start, match.columns.stop)
         self._scales = ColumnScales.of(stored, match)
+        self._importance = _importance(stored, match, expected)
         self._feedback = FeedbackShare() if expected.feedback and stored.largest == FOUR_BITS else None
 
     def problem(self, original: Array, off: Array, start: int) -> str:
@@ -248,8 +262,10 @@ class _OwnCodes:
             return problem or (feedback_problem(blocks, start) if blocks else "")
         plain, weighted = self._expected.plain, self._expected.weighted
         problem = _not_nearest(far, start)
-        every = self._expected.every
-        return problem or (scale_problem(blocks, start, plain, weighted=weighted, every=every) if blocks else "")
+        if problem or not blocks:
+            return problem
+        known, every = self._importance, self._expected.every
+        return scale_problem(blocks, start, plain, weighted=weighted, importance=known, every=every)
 
     def closing_problem(self) -> str:
         problem = self._scales.problem() if self._scales else ""
