@@ -26,6 +26,7 @@ class Draft(Guesser):
     """
 
     least_gain = 1.2  # two models in turn push each other's weights out of the processor's caches
+    counts_first_calls = False
 
     def __init__(
         self, runner: Runner, positions: PositionRule, vocabulary: int, context_length: int | None = None
@@ -55,10 +56,12 @@ class Draft(Guesser):
         self._guess = self._continued(ids, count)
         return self._guess
 
-    def took(self, tokens: int, seconds: float, kept: int = 1) -> None:
-        super().took(tokens, seconds - self._spent - self._reading, kept)
-        self._credit -= self._spent / self._seconds.get(1, seconds)
+    def took(self, tokens: int, seconds: float, kept: int = 1) -> bool:
+        counts = super().took(tokens, seconds - self._spent - self._reading, kept)
+        if counts:
+            self._credit -= self._spent / self._seconds.get(1, seconds)
         self._spent = self._reading = 0.0
+        return counts
 
     def _continued(self, ids: Array, count: int) -> Array:
         """The `count` likeliest tokens after `ids`, each after those before it."""

@@ -71,10 +71,13 @@ class Guesser(ABC):
     """
 
     least_gain = 1.05  # expected gain in tokens per second from which on it guesses
+    # whether the time of the first call of a width counts, which takes several times as long as others
+    counts_first_calls = True
 
     def __init__(self) -> None:
         self.is_on = True
         self._seconds, self._credit = dict[int, float](), CREDIT
+        self._warm = set[int]()  # widths that have run
         self._guess_seconds = 0.0  # time of one guess
 
     @abstractmethod
@@ -84,14 +87,18 @@ class Guesser(ABC):
     def read(self, first: int, hidden: Array) -> None:  # noqa: B027 - few guessers read them
         """Notes the hidden states [tokens, hidden] of the tokens from number `first` on."""
 
-    def took(self, tokens: int, seconds: float, kept: int = 1) -> None:
-        """Notes the seconds of a call that ran `tokens` tokens and gave `kept` new ones."""
+    def took(self, tokens: int, seconds: float, kept: int = 1) -> bool:
+        """Notes the seconds of a call that ran `tokens` tokens and gave `kept` new ones; whether they count."""
         width = next((width for width in WIDTHS if width >= tokens), WIDTHS[-1])
+        if tokens > 1 and width not in self._warm and not self.counts_first_calls:
+            self._warm.add(width)
+            return False
         self._seconds = {known: FORGET * value for known, value in self._seconds.items()}
         before = self._seconds.get(width, seconds)
         self._seconds[width] = before + SECONDS_RATE * (seconds - before)
         saved = ALLOWED if tokens == 1 else kept - seconds / self._seconds.get(1, seconds)
         self._credit = min(self._credit + saved, MOST_CREDIT)
+        return True
 
     def _count(self, hit: float, most: int) -> int:
         """Number of guesses with the most expected tokens per second, at most `most`; `hit`: how often one is right."""
