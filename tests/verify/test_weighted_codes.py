@@ -44,9 +44,9 @@ def model(talking: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def four(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model with 4 bits, calibrated."""
+    """The model with 4 bits in blocks of 32, calibrated."""
     folder = tmp_path_factory.mktemp("weighted") / "out"
-    export(model, folder, incremental=True, quant="int4", calibrate="default")
+    export(model, folder, incremental=True, quant="int4", quant_block=32, method="search", calibrate="default")
     return folder
 
 

@@ -192,7 +192,8 @@ def test_a_cell_says_what_the_runtime_does(row: str, column: str, models: dict[s
             wrong[family] = problem
     CELLS[f"{row}, {column}"] = found = _cell(wrong)
     if not os.environ.get("WRITE_RUNTIMES"):
-        line = next(one for one in PAGE.page.read_text().splitlines() if one.startswith(f"| {row} | "))
+        lines = [one for one in PAGE.page.read_text().splitlines() if one.startswith(f"| {row} | ")]
+        line = max(lines, key=lambda one: one.count("|"))  # other tables have fewer columns
         said = line.split("|")[3 + [*OPTIONS].index(column)].partition("[")[0].strip()
         assert said == found[0], wrong
 
