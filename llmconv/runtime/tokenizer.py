@@ -507,6 +507,8 @@ class CalibrationText:
                 hint="copy the tokenizer of the original model into the folder",
             )
         size = min(PIECE, context or PIECE)
+        if size == 1:
+            raise InputRefused("the model takes one token, and no text runs through it", hint="leave out `--calibrate`")
         pieces = [ids[None, start : start + size] for start in range(0, len(ids), size)]
         return [piece for piece in pieces if piece.shape[1] > 1]
 

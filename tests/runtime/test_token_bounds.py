@@ -143,5 +143,7 @@ def test_a_text_with_a_token_that_the_model_lacks_is_refused(nested: bool, tmp_p
         (tmp_path / "config.json").write_text(json.dumps(config))
         if size == 91:
             assert text.tokens(tmp_path, None)[0].max() == 90
+    with pytest.raises(InputRefused, match="takes one token"):
+        CalibrationText("prose", "abc" * 100).tokens(tmp_path, 1)
     with pytest.raises(InputRefused, match="`prose` has the token 90, and the model has 90 tokens"):
         text.tokens(tmp_path, None)
