@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -66,7 +67,8 @@ def brief_run(
     if any(not isinstance(tensor, Mapped) for tensor in checkpoint.values()):
         raise UnsupportedInput("its weights are not all in files", hint=SEARCH)
     trusted = given["trust_remote_code"]
-    return text_run(language_model, checkpoint, graphs, CalibrationText.shipped(), BRIEF, trust_remote_code=trusted)
+    made = partial(text_run, trust_remote_code=trusted, quiet=given["dry_run"])
+    return made(language_model, checkpoint, graphs, CalibrationText.shipped(), BRIEF)
 
 
 def text_run(
@@ -77,6 +79,7 @@ def text_run(
     most: int,
     *,
     trust_remote_code: bool = False,
+    quiet: bool = False,
 ) -> TextRun:
     """`most` tokens of a text, in the float32 graph with a growing cache; traced unless in `graphs`."""
     limit = context_length(checkpoint.path)
@@ -86,7 +89,8 @@ def text_run(
     traced = next((graph for graph in graphs.values() if graph.spec == plain), None)
     if traced is None:
         traced = language_model.trace({"unified": plain})[0]["unified"]
-    say(f"measuring activations on {sum(text.size for text in texts):,} tokens")
+    if not quiet:
+        say(f"measuring activations on {sum(text.size for text in texts):,} tokens")
     return TextRun(traced, texts, file_tensors(checkpoint))
 
 

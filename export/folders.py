@@ -58,6 +58,7 @@ class NewFolder:
     codes: Mapping[str, LazyTensor] = field(default_factory=dict)
     # numbers by name of a tensor; those with different numbers are in different files
     parts: Mapping[str, int] = field(default_factory=dict)
+    measured: str = ""  # as in `Plan`
     # names of codes that one product maps, so that they are in one file: all layers then have the same nodes
     together: Sequence[Collection[str]] = ()
     _flushed: Flushed = field(default_factory=Flushed)
@@ -75,6 +76,7 @@ class NewFolder:
     ) -> NewFolder:
         from llmconv.export.quantization.block_rounding import NONE  # noqa: PLC0415 - most exports are of floats
         from llmconv.export.quantization.products import parts_of, side_by_side  # noqa: PLC0415 - as above
+        from llmconv.export.quantization.smoothing import measured_digest  # noqa: PLC0415 - as above
 
         tensors, codes, parts = dict[str, LazyTensor](), dict[str, LazyTensor](), dict(self.parts)
         for name, tensor in self.checkpoint.items():
@@ -90,7 +92,9 @@ class NewFolder:
             tensors |= made
         groups = list(dict.fromkeys(weight.group for weight in weights.values() if weight.group))
         checkpoint = replace(self.checkpoint, tensors=side_by_side(tensors, groups))
-        return replace(self, checkpoint=checkpoint, codes=codes, parts=parts, together=parts_of(groups))
+        digest = measured_digest(importance, smoothing, {name: weight.rounded for name, weight in weights.items()})
+        together = parts_of(groups)
+        return replace(self, checkpoint=checkpoint, codes=codes, parts=parts, together=together, measured=digest)
 
     def weights(self) -> Mapping[str, Mapped]:
         home = local_only(self.place) or Path(self.place.name)  # of an address only the names of files are used
@@ -116,9 +120,9 @@ class NewFolder:
             kept |= self.codes
             tensors = {name: cast(tensor, dtype, name, self._flushed) for name, tensor in checkpoint.items()} | kept
             checkpoint = replace(checkpoint, tensors=tensors, config={**checkpoint.config, "dtype": self.dtype})
-        return plan_checkpoint(
-            checkpoint, self.max_shard_size, QUANTIZED if self.codes else MODEL, self.parts, self.together
-        )
+        prefix = QUANTIZED if self.codes else MODEL
+        plan = plan_checkpoint(checkpoint, self.max_shard_size, prefix, self.parts, self.together)
+        return replace(plan, measured=self.measured)
 
 
 def write_new(

@@ -61,7 +61,10 @@ def chosen_codes(
     asked, own = runs
     if isinstance(formats, QuantizationSettings) and formats.brief:
         try:
-            return *quantize(pairs, formats, None if given["dry_run"] else own(), folder, given), formats
+            run = own()  # a dry run, too, has to know whether the model can run it, which decides of the formats
+            if given["dry_run"]:
+                say("sizes are without the importance and the factors of columns, which a run measures on a text")
+            return *quantize(pairs, formats, None if given["dry_run"] else run, folder, given), formats
         except InputRefused as error:
             say(f"codes are chosen by the weights alone (`--method search`): {error}")
             formats = formats.by_weights_alone()

@@ -447,9 +447,12 @@ def _cost_options(verified: VerifiedFolder, choices: Choices, code: Path | None)
     own = bool(preset) or any(verified.path.glob(CODES))
     smoothing = StoredSmoothing.of(verified.path)
     method, weighted = recorded(verified.path, "method"), bool(recorded(verified.path, "calibrate"))
-    importance = StoredSmoothing.importance(verified.path) if weighted else {}
+    importance = smoothing.importance if weighted and (smoothing.importance or method == BY_COLUMNS) else None
     codes = ExpectedCodes(own, method == "rtn", weighted, method == "gptq", importance=importance)
     return QuantizationOptions(choices.text, choices.limits, preset, code, codes, smoothing, ranges, own=True)
+
+
+BY_COLUMNS = "awq-columns"  # the method of `export --quant` whose folders always have the importance of columns
 
 
 def recorded(folder: Path, option: str) -> str:

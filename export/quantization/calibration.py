@@ -108,7 +108,10 @@ class PieceOfText:
     def run(
         self, names: Sequence[str], weights: Mapping[str, Array] = MappingProxyType({})
     ) -> Iterator[dict[str, ort.OrtValue]]:
-        """The named outputs for every text, with other values of some `weights`."""
+        """The named outputs for every text, with other values of some `weights`.
+
+        Raises UnsupportedInput: onnxruntime cannot run it; OutOfMemory: memory ran out.
+        """
         built = self.piece.build(self.types)
         replaced = [tensor for tensor in built.graph.initializer if tensor.name in weights]
         given = {one.name: ort.OrtValue.ortvalue_from_numpy(weights[one.name]) for one in replaced}
@@ -126,7 +129,8 @@ class PieceOfText:
                 made = session.run_with_ort_values(names, feeds)
             except Exception as error:  # onnxruntime's exceptions share no base class of their own
                 raise_if_out_of_memory(error, "while the text was run")
-                raise
+                problem = f"onnxruntime cannot run the text through the model: {first_line(error)}"
+                raise UnsupportedInput(problem, hint="leave out `--calibrate`") from error
             yield dict(zip(names, made, strict=True))
 
     def pass_on(self, state: dict[str, ort.OrtValue], made: Mapping[str, ort.OrtValue]) -> None:

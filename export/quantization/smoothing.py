@@ -8,6 +8,7 @@ power of two, so that both are exact in floating point and the model stays the s
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ import onnx_ir as ir
 
 from llmconv.export.quantization.block_rounding import ColumnFormat, WeightFormat
 from llmconv.export.quantization.calibration import TextRun, largest_of, require_finite
-from llmconv.export.quantization.quantized_tensor import FLOAT32, stored_factors
+from llmconv.export.quantization.quantized_tensor import FLOAT32, RoundedCodes, stored_factors
 from llmconv.export.quantization.selection import QuantizedWeight, leads_to_choice, product_layout
 from llmconv.export.traced_graph import MICROSOFT, NodeEditor, TracedGraph, integers, producer, rank
 from llmconv.export.weights import DOMAIN, GROUPED, StoredRows, WeightSource, element, leaves, output_parts
@@ -59,6 +60,23 @@ class Smoothing:
         factors = self.norms[name] if divided else self.matrices[name]
         changed = (values / factors if divided else values * factors).astype(np.float32)
         return {name: in_memory(changed, FLOAT32), **stored_factors(name, factors)}
+
+
+def measured_digest(
+    importance: Mapping[str, Array], smoothing: Smoothing, rounded: Mapping[str, RoundedCodes | None]
+) -> str:
+    """The sha256 of what a text says of weights, which may differ between processors; empty without a text.
+
+    A norm and the matrices behind it, and the codes and scales of one matrix, fit together only if they are of one run.
+    """
+    parts = importance, smoothing.matrices, smoothing.norms, smoothing.outputs
+    arrays = {(str(at), name): array for at, one in enumerate(parts) for name, array in one.items()}
+    arrays |= {(end, name): array for name, one in rounded.items() if one for end, array in one.parts.items()}
+    content = hashlib.sha256()
+    for key, array in arrays.items():
+        content.update(f"{key} {array.shape}".encode())
+        content.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return content.hexdigest() if arrays else ""
 
 
 def coded(quantized: Mapping[str, QuantizedWeight], form: type[WeightFormat]) -> set[str]:

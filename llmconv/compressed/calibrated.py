@@ -33,7 +33,7 @@ from llmconv.export.quantization.calibration import TextRun, column_importance
 from llmconv.export.quantization.quantized_tensor import RoundedCodes, Scratch
 from llmconv.export.quantization.selection import QuantizedWeight
 from llmconv.export.quantization.sequential_rounding import round_sequentially
-from llmconv.export.quantization.smoothing import Smoothing, coded, smoothing_groups
+from llmconv.export.quantization.smoothing import Smoothing, coded, measured_digest, smoothing_groups
 from llmconv.export.weights import ONNX_TYPES
 from llmconv.files.paths import local_only
 from llmconv.files.weight_ranges import Mapped
@@ -85,7 +85,8 @@ def with_text(
         for name, tensor in selected.tensors.items()
         if (divisor := smoothing.norms.get(name)) is not None or name in smoothing.matrices and name not in weights
     }
-    return replace(selected, weights=weights, tensors={**selected.tensors, **kept})
+    digest = measured_digest(importance, smoothing, rounded)
+    return replace(selected, weights=weights, tensors={**selected.tensors, **kept}, measured=digest)
 
 
 def _require_measured(selected: Selected, measured: Container[str]) -> None:

@@ -133,6 +133,7 @@ def quantize(  # noqa: PLR0913 - the options of the command, by the same names
         measured = with_text(source, selected, chosen, method, text, place)
         together = _groups(planned, selected)
         plan = plan_checkpoint(_planned(source, measured, chosen), max_shard_size, together=together)
+        plan = replace(plan, measured=measured.measured)
     options = {"scheme": scheme, "quant_block": quant_block, "quant_exclude": list(exclude), "method": method}
     options |= {"calibrate": text.sha256 if text else None, "base_format": base_format}
     made = step(COMMAND, source.path.absolute(), **options, dtype=dtype, adapters=used)

@@ -85,6 +85,7 @@ class Selected:
     ignore: tuple[str, ...]  # modules that are kept
     unfit: tuple[str, ...]  # those of them that the scheme's blocks do not divide
     stacks: Mapping[str, OfStack] = field(default_factory=dict)  # of weights that are stored in stacks
+    measured: str = ""  # as in `llmconv.output.plan.Plan`
 
 
 def select(

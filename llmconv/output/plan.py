@@ -64,6 +64,8 @@ class Plan:
     warnings: tuple[str, ...] = ()  # parts of the source that the output lacks, one line each
     found: bool = False  # the output was complete before the run, which wrote nothing
     part: str = ""  # the part of the output, such as `3/16`, whose shards these are; nothing was published
+    # hash of numbers that tensors depend on and that a run with the same sources and options may measure otherwise
+    measured: str = ""
 
     def __repr__(self) -> str:
         count = sum(len(shard.tensors) for shard in self.shards)

@@ -188,10 +188,10 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
     """Writes the folder `output`, for which `check_output` was called: shards, small files, manifest, in that order.
 
     `steps` are the provenance, oldest first; `resume` continues an interrupted run, unless size or time of the
-    `sources` have changed, and keeps an `output` that is complete and of the same inputs and options. `more_files`, by
-    path, replace those of the plan; `graphs` are their manifest entries; `work` tells which shards this process writes,
-    and whether it publishes (None: all, and it does). Raises InputRefused if a source is damaged, or `output` appeared;
-    OutputFailed if writing failed.
+    `sources`, or what was measured, have changed, and keeps an `output` that is complete and of the same inputs and
+    options. `more_files`, by path, replace those of the plan; `graphs` are their manifest entries; `work` tells which
+    shards this process writes, and whether it publishes (None: all, and it does). Raises InputRefused if a source is
+    damaged, or `output` appeared; OutputFailed if writing failed.
     """
     target = destination_of(output)
     if resume and not overwrite and target.is_complete():
@@ -364,7 +364,7 @@ def check_output(
 def _fingerprint(plan: Plan, steps: Sequence[dict[str, Any]], stats: Sequence[Identity]) -> str:
     """A hash of everything that determines the output's bytes."""
     layout = [[(name, t.dtype.name, t.shape) for name, t in shard.tensors.items()] for shard in plan.shards]
-    return hashlib.sha256(json.dumps([list(steps), layout, stats]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([list(steps), layout, stats, plan.measured]).encode()).hexdigest()
 
 
 def _identity(source: Path) -> Identity:

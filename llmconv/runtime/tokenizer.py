@@ -372,11 +372,13 @@ def token_ids(tokenizer: Any, text: str, most: int | None = None, **options: Any
 def _token_ids(tokenizer: Any, text: str, options: Mapping[str, Any]) -> list[int]:
     try:
         ids: list[int] = tokenizer(text, **options)["input_ids"]
-    except BaseException as error:  # a panic in Rust code is not an Exception
-        if type(error).__name__ != "PanicException":
+    except BaseException as error:  # tokenizers raise plain Exception, and a panic in Rust code is not one
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
         problem = f"the tokenizer fails on this text: {first_line(error)}"
-        raise InputRefused(problem, hint="is a pattern in tokenizer.json too costly?") from error
+        raise InputRefused(
+            problem, hint="is a pattern in tokenizer.json too costly, or its unknown token missing?"
+        ) from error
     return ids
 
 
@@ -498,7 +500,15 @@ class CalibrationText:
         if len(ids) < LEAST:
             problem = f"`{self.name}` is too short to measure anything: {len(ids)} tokens"
             raise InputRefused(problem, hint=f"give a text of some pages: {LEAST} tokens at least, {most:,} are used")
+        vocabulary = language_config(folder).get("vocab_size")
+        if isinstance(vocabulary, int) and ids.max() >= vocabulary:
+            raise InputRefused(
+                f"`{self.name}` has the token {ids.max()}, and the model has {vocabulary:,} tokens",
+                hint="copy the tokenizer of the original model into the folder",
+            )
         size = min(PIECE, context or PIECE)
+        if size == 1:
+            raise InputRefused("the model takes one token, and no text runs through it", hint="leave out `--calibrate`")
         pieces = [ids[None, start : start + size] for start in range(0, len(ids), size)]
         return [piece for piece in pieces if piece.shape[1] > 1]
 

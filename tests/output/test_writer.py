@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -22,10 +23,10 @@ from hypothesis import strategies as st
 
 from llmconv import tensors as tensors_module
 from llmconv.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, INDEX, Checkpoint, open_checkpoint
-from llmconv.errors import InputRefused, UsageProblem
+from llmconv.errors import InputRefused, OutputFailed, UsageProblem
 from llmconv.output import plan as plan_module
 from llmconv.output import writer
-from llmconv.output.plan import parse_size, plan_checkpoint
+from llmconv.output.plan import Plan, parse_size, plan_checkpoint
 from llmconv.output.writer import check_output, write_checkpoint
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 
@@ -270,3 +271,29 @@ def test_the_bytes_of_an_interrupted_run_count_as_free(tmp_path: Path, monkeypat
     (tmp_path / ".out.llmconv-partial").mkdir()
     (tmp_path / ".out.llmconv-partial" / "model.safetensors").write_bytes(bytes(4096))
     writer.check_output(plan, tmp_path / "out", False, [])
+
+
+@pytest.mark.parametrize("measured", ["same", "other"])
+def test_resume_keeps_shards_of_the_same_measurements_only(measured: str, tmp_path: Path) -> None:
+    """A text may say something else on another processor, and norms belong to the matrices of the same run."""
+    read: list[str] = []
+
+    def plan(run: str, failing: str = "") -> Plan:
+        def loading(name: str) -> Callable[[int, int], Any]:
+            def load(start: int, stop: int) -> Any:
+                read.append(name)
+                if name == failing:
+                    raise OSError(errno.ENOSPC, "no space")
+                return np.zeros((stop - start, 4), np.float32)
+
+            return load
+
+        made = sample()
+        tensors = {name: LazyTensor(F32, (4, 4), loading(name)) for name in ("t0", "t1")}
+        return replace(plan_checkpoint(replace(made, tensors=tensors), 64), measured=run)
+
+    with pytest.raises(OutputFailed):
+        write_checkpoint(plan("same", failing="t1"), tmp_path / "out", steps=[], sources=[])
+    read.clear()
+    write_checkpoint(plan(measured), tmp_path / "out", steps=[], sources=[], resume=True)
+    assert set(read) == ({"t1"} if measured == "same" else {"t0", "t1"})

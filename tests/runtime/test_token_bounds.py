@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from llmconv.errors import MalformedInput
-from llmconv.runtime.tokenizer import TooManyTokens, first_ids, load_tokenizer, token_ids
+from llmconv.errors import InputRefused, MalformedInput
+from llmconv.runtime.tokenizer import CalibrationText, TooManyTokens, first_ids, load_tokenizer, token_ids
 
 MOST = 50
 LETTERS = {chr(code): code - 0x20 for code in range(0x20, 0x7F)}
@@ -122,3 +122,28 @@ def _many_processors(content: dict[str, Any]) -> None:
     one = content["post_processor"]
     one["single"] = [{"SpecialToken": {"id": "!", "type_id": 0}}] * 600
     content["post_processor"] = {"type": "Sequence", "processors": [one, one]}
+
+
+UNKNOWN = {"without an unknown token": None, "whose unknown token is missing": "?"}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_a_tokenizer_that_fails_on_a_text_is_refused(case: str) -> None:
+    backend = Tokenizer(models.WordLevel({"a": 0}, **({"unk_token": UNKNOWN[case]} if UNKNOWN[case] else {})))
+    with pytest.raises(InputRefused, match="the tokenizer fails on this text"):
+        token_ids(PreTrainedTokenizerFast(tokenizer_object=backend), "b")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_text_with_a_token_that_the_model_lacks_is_refused(nested: bool, tmp_path: Path) -> None:
+    PreTrainedTokenizerFast(tokenizer_object=characters(), unk_token="?").save_pretrained(tmp_path)
+    text = CalibrationText("prose", "abc z" * 60)
+    for size in (91, 90):  # of `z`, the last of these letters, the id is 90
+        config = {"model_type": "llama", **({"text_config": {"vocab_size": size}} if nested else {"vocab_size": size})}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if size == 91:
+            assert text.tokens(tmp_path, None)[0].max() == 90
+    with pytest.raises(InputRefused, match="takes one token"):
+        CalibrationText("prose", "abc" * 100).tokens(tmp_path, 1)
+    with pytest.raises(InputRefused, match="`prose` has the token 90, and the model has 90 tokens"):
+        text.tokens(tmp_path, None)

@@ -343,7 +343,7 @@ def _rows(tensor: LazyTensor, index: int, start: int, stop: int) -> Array:
 
 FILES, SUFFIX, OUTPUTS = "quantized*.safetensors", ".smoothing", ".smoothing_outputs"
 IMPORTANCE = ".importance"
-ENDS = SUFFIX, OUTPUTS
+ENDS = SUFFIX, OUTPUTS, IMPORTANCE
 FLOAT32 = BY_NAME["float32"]
 LARGEST = 64  # the largest exponent of a factor that float32 weights can be divided by and multiplied with
 MATRIX = 2
@@ -359,6 +359,7 @@ class StoredSmoothing:
 
     factors: Mapping[str, LazyTensor] = field(default_factory=dict)
     outputs: Mapping[str, LazyTensor] = field(default_factory=dict)
+    importance: Mapping[str, LazyTensor] = field(default_factory=dict)  # of the columns of matrices, [K]
 
     @classmethod
     def of(cls, folder: Path) -> StoredSmoothing:
@@ -369,27 +370,14 @@ class StoredSmoothing:
             *({key: part for name, one in kind.items() for key, part in _of_matrices(name, one)} for kind in found)
         )
 
-    @staticmethod
-    def importance(folder: Path) -> dict[str, Array]:
-        """The importance of the columns of each matrix, float32 [K]; raises MalformedInput if a file is damaged.
-
-        Any finite importance says how scales were chosen, and none changes what codes may stand for.
-        """
-        tensors = {name: found for path in folder.glob(FILES) for name, found in read_header(path).tensors.items()}
-        found: dict[str, Array] = {}
-        for name, one in tensors.items():
-            if name.endswith(IMPORTANCE) and one.dtype == FLOAT32:
-                stem, values = name.removesuffix(IMPORTANCE), one.read()
-                single = len(values.shape) == 1
-                found |= {stem: values} if single else {f"{stem}[{at}]": row for at, row in enumerate(values)}
-        return {name: values for name, values in found.items() if values.ndim == 1 and np.isfinite(values).all()}
-
     def problems(self, reference: Mapping[str, LazyTensor]) -> list[str]:
-        every = [(SUFFIX, name, one) for name, one in self.factors.items()]
-        every += [(OUTPUTS, name, one) for name, one in self.outputs.items()]
-        return [f"`{name}{end}` {why}" for end, name, one in every if (why := self._problem(reference.get(name), one))]
+        every = [(SUFFIX, name, one, self._problem) for name, one in self.factors.items()]
+        every += [(OUTPUTS, name, one, self._problem) for name, one in self.outputs.items()]
+        every += [(IMPORTANCE, name, one, _importance_problem) for name, one in self.importance.items()]
+        return [f"`{name}{end}` {why}" for end, name, one, of in every if (why := of(reference.get(name), one))]
 
-    def _problem(self, tensor: LazyTensor | None, stored: LazyTensor) -> str:
+    @staticmethod
+    def _problem(tensor: LazyTensor | None, stored: LazyTensor) -> str:
         if tensor is None or len(tensor.shape) not in (1, MATRIX):
             return "belongs to no vector or matrix of the model"
         shapes = [tensor.shape[-1:], *([(tensor.shape[0], 1)] if len(tensor.shape) == MATRIX else [])]
@@ -432,14 +420,28 @@ class StoredSmoothing:
         }
 
 
+def _importance_problem(tensor: LazyTensor | None, stored: LazyTensor) -> str:
+    if tensor is None or len(tensor.shape) != MATRIX:
+        return "belongs to no matrix of the model"
+    if stored.dtype != FLOAT32 or stored.shape not in {(size,) for size in tensor.shape}:
+        return f"is {stored.dtype.name} of shape {list(stored.shape)}, not float32 of {list(tensor.shape[-1:])}"
+    values = stored.read()
+    usable = np.isfinite(values).all() and (values >= 0).all() and values.any()
+    return "" if usable else "has values that are no mean squares"
+
+
 def _of_matrices(name: str, factors: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
-    """The factors of each matrix of a stack, which are stored as [experts, 1, K] or [experts, K, 1]; or as they are."""
-    if len(factors.shape) <= MATRIX:
+    """What is stored for each matrix of a stack, as [experts, 1, K] or [experts, K, 1]; or it as it is.
+
+    Importance is [experts, K] of a stack, and factors of outputs of one matrix may be [N, 1].
+    """
+    if len(factors.shape) < MATRIX or factors.shape[1] == 1 and len(factors.shape) == MATRIX:
         yield name, factors
         return
     for index in range(factors.shape[0]):
         one = factors.rows(index, index + 1)[0]
-        yield f"{name}[{index}]", in_memory(np.ascontiguousarray(one[0] if len(one) == 1 else one), factors.dtype)
+        one = one[0] if len(one) == 1 and one.ndim > 1 else one
+        yield f"{name}[{index}]", in_memory(np.ascontiguousarray(one), factors.dtype)
 
 
 def _scaled(tensor: LazyTensor, factors: Array, operation: np.ufunc) -> LazyTensor:

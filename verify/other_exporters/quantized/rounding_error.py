@@ -44,8 +44,21 @@ class ExpectedCodes:
     every: int = 1  # a search is repeated for one row in so many; all scales must be within what it tries
     # weights whose values are those of the reference, with the dtype of its scales; by name
     kept: Mapping[str, DType] = field(default_factory=dict)
-    # of columns, float32 [K], with which the scales of 4 bits were searched; by name
-    importance: Mapping[str, Array] = field(default_factory=dict)
+    # of columns, float32 [K], with which scales of 4 bits were searched, by name: in all others columns count alike.
+    # None if it is not known with which
+    importance: Mapping[str, LazyTensor] | None = None
+
+    def has_feedback(self, name: str) -> bool:
+        """Whether 4 bits of a tensor are those of GPTQ, which has no importance."""
+        return self.feedback and not (self.importance and name in self.importance)
+
+    def is_searched_on(self, name: str, columns: range) -> tuple[bool, Array | None]:
+        """Whether it is known how scales of 4 bits were searched, and the importance [K]; None if all count alike."""
+        if not self.weighted or self.importance is None:
+            return not self.weighted, None
+        found = self.importance.get(name)
+        fits = found is None or found.shape == (len(columns),)
+        return fits, found.read() if found is not None and fits else None
 
     def scales_of(self, name: str) -> DType | None:
         """The dtype of the reference's scales for a tensor whose codes are kept; else None."""
@@ -158,9 +171,8 @@ def _exact_error(
     """
     scales, (size, columns) = ColumnScales.of(stored, match), (stored.repeat[1], match.columns)
     whole = stored.repeat[0] == 1 and stored.columns is None and len(columns) == stored.shape[1]
-    importance = _importance(stored, match, expected)
-    weighted = expected.weighted and stored.largest == FOUR_BITS
-    loose = expected.feedback or (weighted and importance is None) or expected.scales_of(match.name)
+    known, importance = _search(stored, match, expected)
+    loose = expected.has_feedback(match.name) or not known or expected.scales_of(match.name)
     if not expected.nearest or loose or stored.largest is None or not (scales or whole):
         return None
     errors = sizes = 0.0
@@ -175,7 +187,7 @@ def _exact_error(
             if blocks is None:
                 return None
             plain, every = expected.plain, expected.every
-            if scale_problem(blocks, start, plain, weighted=weighted, importance=importance, every=every):
+            if scale_problem(blocks, start, plain, weighted=False, importance=importance, every=every):
                 return None
             grids = [grid.astype(np.float32)[..., None] for grid in (blocks.scales, blocks.zeros)]
             weights, codes = blocks.weights, in_blocks(codes, size)
@@ -195,17 +207,16 @@ def _exact_error(
     return None if (scales and scales.problem()) or not relative <= IMPLAUSIBLE else relative
 
 
-def _importance(stored: QuantizedMatrix, match: TensorMatch, expected: ExpectedCodes) -> Array | None:
-    """The importance of the columns of a tensor with which its scales were searched; None if it is not known."""
-    found = expected.importance.get(match.name) if stored.largest == FOUR_BITS else None
-    return found if found is not None and len(found) == len(match.columns) else None
+def _search(stored: QuantizedMatrix, match: TensorMatch, expected: ExpectedCodes) -> tuple[bool, Array | None]:
+    """As `ExpectedCodes.is_searched_on`; scales of 8 bits are not searched."""
+    return expected.is_searched_on(match.name, match.columns) if stored.largest == FOUR_BITS else (True, None)
 
 
 def _rounding_error(
     found: MatchedMatrix, match: TensorMatch, tensor: LazyTensor, expected: ExpectedCodes
 ) -> RoundingError:
     four = found.stored.largest == FOUR_BITS
-    feedback, weighted = expected.feedback and four, expected.nearest and expected.weighted and four
+    feedback, weighted = expected.has_feedback(match.name) and four, expected.nearest and expected.weighted and four
     tally, kept = _Tally(lines=FEEDBACK_LINES if feedback else 0.0), expected.scales_of(match.name)
     own = _OwnCodes(found.stored, match, expected) if (expected.nearest or feedback) and not kept else None
     known = found.stored.largest is not None
@@ -245,8 +256,8 @@ class _OwnCodes:
         self._stored, self._expected = stored, expected
         self._columns = slice(match.columns.start, match.columns.stop)
         self._scales = ColumnScales.of(stored, match)
-        self._importance = _importance(stored, match, expected)
-        self._feedback = FeedbackShare() if expected.feedback and stored.largest == FOUR_BITS else None
+        self._is_known, self._importance = _search(stored, match, expected)
+        self._feedback = FeedbackShare() if expected.has_feedback(match.name) and stored.largest == FOUR_BITS else None
 
     def problem(self, original: Array, off: Array, start: int) -> str:
         """The first problem of rows from `start` on, with errors `off` in steps without clipping; else empty."""
@@ -260,7 +271,7 @@ class _OwnCodes:
             self._feedback.add(far > HALF_STEP)
             problem = beyond_feedback(off, self._stored.repeat[1], start) or _not_nearest(far[:, :1], start)
             return problem or (feedback_problem(blocks, start) if blocks else "")
-        plain, weighted = self._expected.plain, self._expected.weighted
+        plain, weighted = self._expected.plain, not self._is_known
         problem = _not_nearest(far, start)
         if problem or not blocks:
             return problem
