@@ -6,6 +6,7 @@ to_gguf: the same for one GGUF file.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,14 +18,15 @@ from llmconv.convert.formats import formats
 from llmconv.convert.models.completeness import as_loaded, check_complete
 from llmconv.convert.models.head_and_dtype import check_dtype, plain_tensors, settle_head, with_cast
 from llmconv.convert.models.model_config import SHARD_LIMIT
-from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem, listing
+from llmconv.convert.tokenizers import special_ids
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.paths import Placed, Written, output_path, output_place
 from llmconv.files.safe_folder import require_parents
 from llmconv.files.sources import fetches, local_path, reading_safely, source_name
 from llmconv.model_code import model_class
 from llmconv.output.local_folder import require_space
 from llmconv.output.manifest import step, steps_of_weights
-from llmconv.output.plan import Plan
+from llmconv.output.plan import Plan, json_bytes
 from llmconv.output.work import Work, done_by, repeatable, require_possible
 from llmconv.output.writer import check_output, write_checkpoint, write_file
 from llmconv.progress import warn_all
@@ -100,13 +102,48 @@ def _planned(model: str | Path, to: str, shards: int, dtype: str, matrix: Path |
         raise UsageProblem(f"{shards} shards are not possible", hint=f"`--shards` is 1 to {SHARD_LIMIT}")
     with reading_safely(model):
         checkpoint = open_model(local_path(model, in_parts=True))
+    if settings := settings_in_config(checkpoint):
+        checkpoint = replace(checkpoint, side_files={**checkpoint.side_files, GENERATION: json_bytes(settings)})
     save = known[to].save
     assert save
     plan = own(checkpoint, shards, matrix) if own else save(with_cast(checkpoint, dtype), shards)
-    left = [name for name in plan.checkpoint.side_files if name not in plan.small_files]
+    lost = [name for name in plan.checkpoint.side_files if name not in plan.small_files]
+    left = [one for name in lost for one in (settings if name == GENERATION and settings else [name])]
     notes = [f"a checkpoint of the format `{to}` has no place for {listing(left)}"] if left else []
     warn_all((*checkpoint.warnings, *plan.warnings, *notes))
     return checkpoint, plan
+
+
+GENERATION = "generation_config.json"
+SETTINGS = (
+    *("max_new_tokens", "max_length", "min_new_tokens", "min_length", "do_sample", "temperature", "top_k", "top_p"),
+    *("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "no_repeat_ngram_size"),
+    *("encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "num_beams", "num_beam_groups", "early_stopping"),
+    *("length_penalty", "diversity_penalty", "penalty_alpha", "guidance_scale", "remove_invalid_values"),
+    *("renormalize_logits", "token_healing", "max_time", "top_h", "bad_words_ids", "force_words_ids", "constraints"),
+    *("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "suppress_tokens"),
+    *("begin_suppress_tokens", "sequence_bias", "watermarking_config", "dola_layers", "stop_strings"),
+)
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Fields of `config.json` that transformers' `GenerationConfig.from_model_config` takes."""
+
+
+def settings_in_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The settings of generation that only `config.json` has, which a training format replaces by its own; else {}.
+
+    End tokens are among them where there are several, or another one than the tokenizer's, which such formats state.
+    """
+    if GENERATION in checkpoint.side_files:
+        return {}
+    fields = {name: value for name in SETTINGS if (value := checkpoint.config.get(name)) is not None}
+    ends = checkpoint.config.get("eos_token_id")
+    own = None
+    with suppress(MalformedInput):  # the format says whether it needs the tokenizer
+        _, own = special_ids(checkpoint.side_files)
+    is_other = isinstance(ends, list) or (ends is not None and own is not None and ends != own)
+    if not fields and not is_other:
+        return {}
+    return {name: value for name in SPECIAL if (value := checkpoint.config.get(name)) is not None} | fields
 
 
 MIXTURES = (*("q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0"), *("q4_k_m", "q4_k_s", "q4_1", "q4_0"))

@@ -269,6 +269,15 @@ def explain(path: Path) -> LlmconvError:
     return _explain_folder(path) if path.is_dir() else _explain_file(path)
 
 
+def _unsupported_codes(config: Mapping[str, Any]) -> LlmconvError | None:
+    """The error for weights that no command reads, so that nobody goes on with another one."""
+    # of few folders
+    from llmconv.quantized_weights.quantized_checkpoint import FIELD, is_mlx, unsupported  # noqa: PLC0415
+
+    old = config.get("quantization")  # mlx-lm's first name
+    return unsupported({FIELD: config.get(FIELD) or (old if is_mlx(old) else None)})
+
+
 def _explain_folder(folder: Path) -> LlmconvError:
     if is_quantized_export(folder):
         return refused_export(folder)
@@ -276,6 +285,8 @@ def _explain_folder(folder: Path) -> LlmconvError:
         return found
     names = {entry.name for entry in folder.iterdir()}
     if is_model_folder(folder):
+        if problem := _unsupported_codes(read_json(folder / CONFIG)):
+            return problem
         return UnsupportedInput(
             f"`{folder}` already is a Hugging Face model folder",
             hint="go on with `merge-lora` or `export`; `--dtype` and `--max-shard-size` write it anew",

@@ -50,9 +50,8 @@ def quantized_checkpoint(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
     if (kind := method_name(checkpoint.config)) is None:
         refuse_misplaced(checkpoint, checkpoint.config)
         return None
-    if kind not in methods() or not isinstance(checkpoint.config.get(FIELD), Mapping):
-        hint = f"supported are {', '.join(methods())}; take the model it was quantized from"
-        raise UnsupportedInput(f"the model is quantized with `{kind[:40]}`, which is not supported", hint=hint)
+    if problem := unsupported(checkpoint.config):
+        raise problem
     method = methods()[kind]
     weights: dict[str, PackedWeight] = {}
     for name, weight in method.open(checkpoint).items():  # in the orientation of the plain model
@@ -92,6 +91,15 @@ def _nothing(checkpoint: Checkpoint, method: QuantizationMethod) -> InputRefused
         f"the model's config has `{method.name}`, but no weight in its files is quantized",
         hint=f"take `{FIELD}` out of `config.json` if the weights are plain",
     )
+
+
+def unsupported(config: Mapping[str, Any]) -> UnsupportedInput | None:
+    """The error for a model whose configuration names a method that llmconv does not read."""
+    kind = method_name(config)
+    if kind is None or (kind in methods() and isinstance(config.get(FIELD), Mapping)):
+        return None
+    hint = f"supported are {', '.join(methods())}; take the model it was quantized from"
+    return UnsupportedInput(f"the model is quantized with `{kind[:40]}`, which is not supported", hint=hint)
 
 
 def method_name(config: Mapping[str, Any]) -> str | None:

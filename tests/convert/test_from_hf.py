@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,17 @@ import pytest
 import torch
 from click.testing import CliRunner
 from hypothesis import given, settings
-from transformers import AutoConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from llmconv.checkpoint import read_json
 from llmconv.cli import main
 from llmconv.convert import from_hf, to_hf
 from llmconv.convert.formats.meta import intermediate_of
+from llmconv.convert.from_hugging_face import SETTINGS, SPECIAL
 from llmconv.errors import InputRefused, UnsupportedInput
+from llmconv.generation.sampling import KINDS, NEUTRAL, NO_NEUTRAL, GenerationSettings
 from tests.builders.accessory_models import FIXTURES
 from tests.builders.consolidated import assert_same_shards, there_and_back
 from tests.builders.hf_models import FALCON, LLAMA, MIXTRAL, save_model
@@ -87,6 +91,59 @@ def test_written_positions_are_those_of_transformers(stated: str, to: str, tmp_p
         return
     to_hf(tmp_path / "out", tmp_path / "back")
     assert rotation(tmp_path / "back") == rotation(folder)
+
+
+def write_tokenizer(folder: Path, ends: str) -> None:
+    """A byte-level tokenizer of 300 tokens in the three files of transformers 5; `ends` is its end token."""
+    letters = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(letters, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=ends)
+    tokenizer.save_pretrained(folder)
+
+
+# What `config.json` says of generation, where that has no file of its own (as before transformers 4.26)
+STATED: dict[str, dict[str, Any]] = {
+    "several ends": {"eos_token_id": [257, 5]},
+    "another end than the tokenizer's": {"eos_token_id": 5},
+    "sampling": {"eos_token_id": 257, "do_sample": True, "temperature": 0.5, "repetition_penalty": 1.2},
+}
+
+
+@pytest.fixture
+def stating(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    folder = save_model(tmp_path / "in", LLAMA | {"vocab_size": 258})
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    write_tokenizer(folder, "</s>")
+    config = read_json(folder / "config.json") | {"bos_token_id": 256} | STATED[request.param]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.quick_rows("several ends-accessory", "sampling-paddle")
+@pytest.mark.parametrize("to", ["paddle", "mindformers", "accessory"])
+@pytest.mark.parametrize("stating", STATED, indirect=True)
+def test_a_text_ends_as_before_where_only_the_config_says_how(stating: Path, to: str, tmp_path: Path) -> None:
+    from_hf(stating, tmp_path / "out", to=to)
+    to_hf(tmp_path / "out", tmp_path / "back")
+    before, after = (
+        replace(GenerationSettings.of(path), explicit=frozenset()) for path in (stating, tmp_path / "back")
+    )
+    assert after == before
+
+
+@pytest.mark.quick_rows("several ends")
+@pytest.mark.parametrize("stating", STATED, indirect=True)
+def test_what_only_the_config_says_of_generation_is_named_where_it_has_no_place(
+    stating: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from_hf(stating, tmp_path / "out", to="meta")
+    said = capsys.readouterr().err
+    assert "has no place for" in said and "`eos_token_id`" in said and "`generation_config.json`" not in said
+
+
+def test_settings_of_generation_are_the_fields_that_count_in_a_config() -> None:
+    assert {*SETTINGS, *SPECIAL} == {*KINDS, *NEUTRAL, *NO_NEUTRAL} - {"seed"}
 
 
 @pytest.mark.slow

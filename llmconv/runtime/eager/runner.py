@@ -42,6 +42,7 @@ from llmconv.checkpoint import INDEX, SINGLE, has_weights, open_weights, read_js
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem, first_line
 from llmconv.memory import raise_if_out_of_memory, trim
 from llmconv.not_a_model_folder import refused_model
+from llmconv.quantized_weights.quantized_checkpoint import FIELD, is_mlx, unsupported
 from llmconv.runtime.custom_code import custom_classes, custom_code_errors, uses_custom_code
 from llmconv.runtime.eager.cache import EagerCache, fresh_cache, restore, to_numpy
 from llmconv.runtime.eager.limit_margins import Float64Casts, LimitMargins
@@ -146,6 +147,9 @@ class EagerRunner(Runner):
             raise
         except Exception as error:  # an invalid config may raise anything in the model's code
             raise_if_out_of_memory(error, f"while `{folder.name}` was loaded")
+            settings = read_json(folder / "config.json").get(FIELD)
+            if is_mlx(settings) and (problem := unsupported({FIELD: settings})):
+                raise problem from error  # transformers says only that a field is missing
             hint = "the folder needs config.json and safetensors weights of a causal language model"
             raise InputRefused(f"transformers cannot load `{folder}`: {first_line(error)}", hint=hint) from error
         return self._ready(with_adapter(model, self._adapter) if self._adapter else model)
