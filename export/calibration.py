@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from enum import Enum
-from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -67,8 +66,8 @@ def brief_run(
     if any(not isinstance(tensor, Mapped) for tensor in checkpoint.values()):
         raise UnsupportedInput("its weights are not all in files", hint=SEARCH)
     trusted = given["trust_remote_code"]
-    made = partial(text_run, trust_remote_code=trusted, quiet=given["dry_run"])
-    return made(language_model, checkpoint, graphs, CalibrationText.shipped(), BRIEF)
+    text, quiet = CalibrationText.shipped(), given["dry_run"]
+    return text_run(language_model, checkpoint, graphs, text, BRIEF, trust_remote_code=trusted, quiet=quiet)
 
 
 def text_run(

@@ -255,7 +255,7 @@ def _weights(folder: Path) -> Path:
 
 
 def weights_of(folder: Path) -> Path | None:
-    """The file of an adapter's weights: PEFT's own, or a model's file in which a trainer saved nothing but factors."""
+    """The file of an adapter's weights: PEFT's own, or a model's file with the factors of an adapter alone."""
     if found := next((folder / name for name in WEIGHTS if (folder / name).is_file()), None):
         return found
     return next((file for file in (folder / name for name in OF_MODELS) if file.is_file() and _has_factors(file)), None)

@@ -66,7 +66,7 @@ PRESETS = {
 WITHOUT_TEXT = {**PRESETS, "int4": Preset(BlockFormat(), INT8)}
 """Those of codes that are chosen by the weights alone, which lose too much in larger blocks."""
 
-BRIEF = 256  # tokens that are enough for `COLUMNS`: 4,096 gain nothing (docs/quantization.md)
+BRIEF = 256  # tokens that are enough for `COLUMNS` (docs/quantization.md)
 ADD_TEXT = "add `--calibrate FILE`, or `--calibrate default` for the text that ships with llmconv"
 
 

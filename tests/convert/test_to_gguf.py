@@ -138,12 +138,12 @@ def test_the_pooling_of_sentence_transformers_goes_and_comes_back(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("pooling", "dense", "told"),
+    ("pooling", "dense", "named"),
     [(["mean", "cls"], [], "Pooling"), ("max", [], "Pooling"), ("mean", [(48, TANH, True)], "Dense")],
 )
 def test_modules_that_a_file_does_not_state_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], pooling: str, dense: list[Any], told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], pooling: str, dense: list[Any], named: str
 ) -> None:
     to_gguf(save_modules(save_tiny("qwen3", tmp_path / "model"), pooling, dense), tmp_path / "x.gguf")
-    assert f"does not state the modules {told} of" in capsys.readouterr().err
-    assert ("qwen3.pooling_type" in GGUFReader(tmp_path / "x.gguf").fields) is (told == "Dense")
+    assert f"does not state the modules {named} of" in capsys.readouterr().err
+    assert ("qwen3.pooling_type" in GGUFReader(tmp_path / "x.gguf").fields) is (named == "Dense")

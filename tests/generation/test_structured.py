@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -145,9 +146,10 @@ def test_a_finished_text_is_valid(compiler: Compiler, schema: dict[str, Any], se
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None, suppress_health_check=CHECKS)
+@settings(max_examples=int(os.environ.get("SCHEMAS", "1000")), deadline=None, suppress_health_check=CHECKS)
 @given(SCHEMAS, st.integers(0, 2**32))
 def test_thousands_of_finished_texts_are_valid(compiler: Compiler, schema: dict[str, Any], seed: int) -> None:
+    """`SCHEMAS=10000` tries as many."""
     _check(compiler, schema, seed)
 
 

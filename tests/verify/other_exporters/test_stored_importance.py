@@ -41,10 +41,10 @@ def with_one(value: float) -> Array:
 
 
 DAMAGED = {
-    "no number": ("down", with_one(np.nan), "no mean squares"),
-    "infinite": ("down", with_one(np.inf), "no mean squares"),
-    "negative": ("down", -COUNTS, "no mean squares"),
-    "all zero": ("down", 0 * COUNTS, "no mean squares"),
+    "no number": ("down", with_one(np.nan), "not mean squares"),
+    "infinite": ("down", with_one(np.inf), "not mean squares"),
+    "negative": ("down", -COUNTS, "not mean squares"),
+    "all zero": ("down", 0 * COUNTS, "not mean squares"),
     "one of a stack": ("experts", np.stack([COUNTS, with_one(np.nan), COUNTS]), "`experts[1].importance` has values"),
     "too many experts": ("experts", np.stack([COUNTS] * 4), "`experts[3].importance` belongs to no matrix"),
     "too short": ("down", COUNTS[1:], "of shape [63], not float32 of [64]"),

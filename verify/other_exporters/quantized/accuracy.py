@@ -193,14 +193,9 @@ class AccuracyGate:
     """The default gate of a preset."""
 
     divergence: float | None = None  # maximum mean in nats per token; None for none
-    against_rounding: bool = False  # fails if the mean is above that of plain rounding to nearest, unless negligible
+    # fails if the mean, and what it is above that of plain rounding to nearest, are not negligible
+    against_rounding: bool = False
 
-
-CHANCE = 1.5
-"""How many times as much one rounding may cost as another by chance, since their errors add up differently.
-
-Of a tiny Gemma 3 with random weights plain rounding costs 0.013 nats, and searches with smaller errors 0.016 to 0.018.
-"""
 
 CACHE = "kv-cache int8"
 RELATIVE = AccuracyGate(against_rounding=True)
@@ -253,8 +248,7 @@ def check_gate(preset: str, gate: AccuracyGate, cost: AccuracyCost, excess: Esti
     side = "less" if excess.value < 0 else "more"
     against = f"{abs(excess.value):.2g} ± {excess.error:.2g} {side} than with plain rounding"
     found = f"mean divergence {mean:.3g} nats, {against}"
-    chance = (CHANCE - 1) * (mean - excess.value)
-    worse = not mean <= NEGLIGIBLE and not excess.value <= max(ERRORS * excess.error, chance)
+    worse = not mean <= NEGLIGIBLE and not excess.value <= max(ERRORS * excess.error, NEGLIGIBLE)
     return [_check(cost, f"worse than plain rounding: {found}" if worse else "", found)]
 
 

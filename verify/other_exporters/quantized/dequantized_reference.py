@@ -427,7 +427,7 @@ def _importance_problem(tensor: LazyTensor | None, stored: LazyTensor) -> str:
         return f"is {stored.dtype.name} of shape {list(stored.shape)}, not float32 of {list(tensor.shape[-1:])}"
     values = stored.read()
     usable = np.isfinite(values).all() and (values >= 0).all() and values.any()
-    return "" if usable else "has values that are no mean squares"
+    return "" if usable else "has values that are not mean squares: finite, not negative and not all 0"
 
 
 def _of_matrices(name: str, factors: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
