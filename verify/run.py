@@ -47,6 +47,7 @@ from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.clients.client_files import ClientFiles, field_checks
 from llmconv.verify.clients.comparison import (
     LLAMA_CPP,
+    OF_WEIGHTS,
     Client,
     ClientChecks,
     EagerLogits,
@@ -114,7 +115,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     """Compares every output of every graph in a folder with the eager model.
 
     Args:
-        folder: a folder that `llmconv export` wrote; for `llamacpp` a GGUF file, or the folder of one.
+        folder: a folder that `llmconv export` wrote; for `llamacpp` a GGUF file, or the folder of one; for `vllm` a
+            Hugging Face folder.
         reference: the Hugging Face model folder, or a GGUF file (default: as in the manifest, else `folder`).
         suite: which set of scenarios to run, `quick` or `full`.
         scenario: names of scenarios; if given, only these are run.
@@ -137,8 +139,10 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         method: `whole`, `induction` over layers, `structure` without numbers, or `auto` to choose by the model's size.
         layers: of an induction, the layers that run by themselves: `all` (default), `sampled:K` or `classes`.
         record: record the verdict in the manifest of `folder`, if it has one and is not an address.
-        adapter: LoRA adapter whose factors the graphs take as inputs, unmerged in the reference. Nothing is recorded.
-        clients: `genai`, `optimum` or `transformersjs`, whose tokens are compared; or `llamacpp` for a GGUF file.
+        adapter: LoRA adapter whose factors the graphs take as inputs, or that vLLM serves, unmerged in the reference.
+            Nothing is recorded.
+        clients: `genai`, `optimum` or `transformersjs`, whose tokens are compared; or `llamacpp` for a GGUF file,
+            or `vllm` for a Hugging Face folder.
         pythons: `CLIENT=PATH` of a Python that has the client, or of the folder with its `node_modules`.
         report: a folder to write the report into, as report.json, report.html, summary.md and junit.xml.
         budget: seconds after which only mandatory scenarios run (`verify.scenarios.budget`); None for no limit.
@@ -162,8 +166,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
     measured, record = Path(calibrate) if calibrate else None, record and not is_remote(folder)
     choices = Choices(chosen, eager, low_memory, adapter, *accuracy, measured, record, run_by)
     kept = {"allow_changed": allow_changed, "trusted": trust_remote_code}
-    if LLAMA_CPP in {client.name for client in run_by}:
-        return written(_checked_file(folder, reference, session, choices, **kept))
+    if any(client.name in OF_WEIGHTS for client in run_by):
+        return written(_checked_weights(folder, reference, session, choices, **kept))
     path = require_folder(folder)
     for client in run_by:
         client.require()
@@ -210,8 +214,8 @@ class Choices:
         return next((name for name, value in given.items() if value), "")
 
 
-def _checked_file(
-    file: str | Path,
+def _checked_weights(
+    path: str | Path,
     reference: str | Path | None,
     session: Session,
     choices: Choices,
@@ -219,17 +223,30 @@ def _checked_file(
     allow_changed: bool,
     trusted: bool,
 ) -> Report:
-    """The report of a GGUF file in llama.cpp; UsageProblem for other clients, and options that apply to graphs."""
-    from llmconv.verify.clients.llamacpp import checked_file  # noqa: PLC0415 - it runs no graphs
-
+    """The report of weights in llama.cpp or vLLM; UsageProblem for several clients, and options of graphs."""
+    client = next(one for one in choices.clients if one.name in OF_WEIGHTS)
     if len(choices.clients) > 1:
-        raise UsageProblem("llama.cpp opens GGUF files, other clients graphs", hint="verify them one after another")
+        problem = f"`{client.name}` opens {OF_WEIGHTS[client.name]}, other clients do not"
+        raise UsageProblem(problem, hint="verify them one after another")
     given = {"--suite": session.selection.suite != "quick"}
     given |= _options_of_runs(session, choices, allow_changed=allow_changed, trusted=trusted)
     of_runs = next((name for name, value in given.items() if value), "")
-    if name := of_runs or replace(choices, clients=()).of_cache:
-        raise UsageProblem(f"`{name}` applies to graphs, and llama.cpp opens none", hint=f"leave out `{name}`")
-    return checked_file(file, reference, choices.clients[0], session, choices.low_memory)
+    rest = replace(choices, clients=())
+    if client.name == LLAMA_CPP:
+        if name := of_runs or rest.of_cache:
+            raise UsageProblem(f"`{name}` applies to graphs, and llama.cpp opens none", hint=f"leave out `{name}`")
+        from llmconv.verify.clients.llamacpp import checked_file  # noqa: PLC0415 - it runs no graphs
+
+        return checked_file(path, reference, client, session, choices.low_memory)
+    if name := of_runs or replace(rest, adapter=None, low_memory=None).of_cache:
+        raise UsageProblem(f"`{name}` applies to graphs, and vLLM opens none", hint=f"leave out `{name}`")
+    from llmconv.verify.clients.vllm import checked_by_vllm  # noqa: PLC0415 - it runs no graphs
+
+    def codes(folder: Path) -> Report:
+        kept = {"allow_changed": False, "trusted": False}
+        return _checked_codes(folder, reference, session, replace(rest, adapter=None, low_memory=None), **kept)
+
+    return checked_by_vllm(path, reference, choices.adapter, client, session, choices.low_memory, codes)
 
 
 def _options_of_runs(session: Session, choices: Choices, *, allow_changed: bool, trusted: bool) -> dict[str, bool]:

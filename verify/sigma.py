@@ -190,6 +190,7 @@ class NoiseFloor:
     """
 
     def __init__(self, dtype: str, width: int = 0) -> None:
+        self.dtype = dtype
         self._least = max(ULPS[dtype] * ULP_SHARE, ULPS["float32"] * NORM_SHARE * width**0.5)
         self._pool: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 

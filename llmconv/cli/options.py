@@ -243,7 +243,7 @@ def refuse_file_name(text: str, kind: str, option: str, otherwise: str = "") -> 
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 LAYOUTS = ("onnxruntime", "genai", "optimum", "transformersjs")
 # the modules with these take seconds to import, which is too long for a key; a test compares them
-CLIENTS = (*LAYOUTS[1:], "llamacpp")
+CLIENTS = (*LAYOUTS[1:], "llamacpp", "vllm")
 
 
 def completed(names: Callable[[], Iterable[str]], *, paths: bool = False) -> Complete:

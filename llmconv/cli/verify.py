@@ -87,7 +87,7 @@ OF_FOLDER = ("low_memory", "allow_changed", "calibrate", "method", "layers", "re
 @option(
     "--client clients NAME",
     "Also generate with this client, and compare its tokens: genai, optimum or transformersjs; may be repeated. Or run "
-    "a GGUF file in place of FOLDER: llamacpp.",
+    "a GGUF file in place of FOLDER: llamacpp. Or a Hugging Face folder: vllm.",
     multiple=True,
     shell_complete=options.clients,
 )
@@ -123,6 +123,8 @@ def command(
     llmconv.json, and `inspect` shows it.
 
     With --client llamacpp, FOLDER is a GGUF file: llama.cpp's logits, tokens and tokenizer are compared with the model.
+    With --client vllm, it is a Hugging Face folder, also one of `quantize`: vLLM's log-probabilities, tokens and
+    tokenizer are compared, with --adapter those of the adapter that it serves.
 
     Exit code 0: equal up to rounding. 1: a difference was found. 5: nothing could be compared.
     """
@@ -164,7 +166,7 @@ def _refuse_early(folder: str | None, choices: dict[str, Any]) -> None:
     from llmconv.verify.scenarios.selection import Selection
 
     Selection(choices["suite"], choices["scenario"], choices["repeat"])
-    if folder is None or is_remote(folder) or "llamacpp" in choices["clients"]:
+    if folder is None or is_remote(folder) or {"llamacpp", "vllm"} & {*choices["clients"]}:
         return
     path = require_folder(folder)
     if choices["reference"] is None and (graph_entries(path) or single_pass_entries(path)):

@@ -208,12 +208,15 @@ class Program:
         return self.worker.endswith(".mjs")
 
 
-LLAMA_CPP = "llamacpp"  # opens GGUF files, the others graphs
+LLAMA_CPP = "llamacpp"  # opens GGUF files
+VLLM = "vllm"  # opens Hugging Face folders
+OF_WEIGHTS = {LLAMA_CPP: "GGUF files", VLLM: "Hugging Face folders"}  # what clients open that run no graphs
 CLIENTS = {  # the clients that `verify --client` runs; those of graphs by the name of their layout
     "genai": Program("genai_worker.py", "onnxruntime-genai", padding="right"),
     "optimum": Program("optimum_worker.py", "optimum-onnx"),
     "transformersjs": Program("transformersjs_worker.mjs", "@huggingface/transformers", "npm install"),
     LLAMA_CPP: Program("llamacpp_worker.py", "llama-cpp-python"),
+    VLLM: Program("vllm_worker.py", "vllm"),
 }
 
 

@@ -9,10 +9,10 @@ and its difference from float64 is the noise that a sigma of 1 stands for, as `v
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from shutil import disk_usage
@@ -70,6 +70,7 @@ IN_BLOCKS = {
 """Elements of a block of 8-bit codes (Q8_0, Q8_1, Q8_K) that a row of activations becomes, by type of the matrix."""
 IN_HALF = {"F16": torch.float16, "BF16": torch.bfloat16}
 LEVELS = 127
+Rounding = Callable[[torch.Tensor], torch.Tensor]  # of activations [..., columns]
 
 
 def rounded_activations(values: torch.Tensor, kind: str) -> torch.Tensor:
@@ -86,7 +87,7 @@ def rounded_activations(values: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 class RoundedProducts(TorchFunctionMode):
-    """Rounds the left side of products with matrices, whose types are given by the address of their storage."""
+    """Rounds the left side of products with matrices: how, by the address of a matrix's storage."""
 
     SIDES = {  # place of the activations, and of the matrix, among the arguments
         **dict.fromkeys((torch.nn.functional.linear, torch.matmul, torch.Tensor.matmul), (0, 1)),
@@ -94,16 +95,16 @@ class RoundedProducts(TorchFunctionMode):
         torch.addmm: (1, 2),
     }
 
-    def __init__(self, types: Mapping[int, str]) -> None:
+    def __init__(self, roundings: Mapping[int, Rounding]) -> None:
         super().__init__()
-        self._types = types
+        self._roundings = roundings
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         sides = self.SIDES.get(func)
         if sides and len(args) > sides[1]:
-            kind = self._types.get(args[sides[1]].untyped_storage().data_ptr(), "F32")
+            rounding = self._roundings.get(args[sides[1]].untyped_storage().data_ptr())
             args = list(args)
-            args[sides[0]] = rounded_activations(args[sides[0]], kind)
+            args[sides[0]] = rounding(args[sides[0]]) if rounding else args[sides[0]]
         return func(*args, **(kwargs or {}))
 
 
@@ -152,21 +153,9 @@ class FileModel:
             if is_gelu(module):
                 module.register_forward_hook(_gelu_of_table)
         width = int(getattr(exact.config, "hidden_size", 0) or 0)
-        return exact, rounded, RoundedProducts(self._types_by_address(rounded.model)), width
-
-    def _types_by_address(self, model: torch.nn.Module) -> dict[int, str]:
-        """The types of the loaded matrices: a model of type numbers is loaded in the same way."""
-        kinds = sorted({*self.types.values()})
-        numbers = {
-            name: _filled(tensor.shape, float(kinds.index(self.types[name]))) if name in self.types else tensor
-            for name, tensor in self._tensors.items()
-        }
-        marks = dict(EagerRunner(self.folder, "float32", weights=numbers).model.named_parameters())
-        return {
-            parameter.untyped_storage().data_ptr(): kinds[int(marks[name].flatten()[0])]
-            for name, parameter in model.named_parameters()
-            if parameter.ndim > 1
-        }
+        types = labels_by_address(self.folder, self._tensors, self.types, rounded.model)
+        roundings = {address: partial(rounded_activations, kind=kind) for address, kind in types.items()}
+        return exact, rounded, RoundedProducts(roundings), width
 
     def logits(self, ids: Sequence[int], *, as_stored: bool) -> tuple[ExpectedOutput, Array]:
         """The logits of all tokens, [1, tokens, vocabulary], and the noise of llama.cpp's own roundings.
@@ -185,6 +174,31 @@ class FileModel:
         share = float(np.median(rms_rows(found.astype(np.float64) - truth) / np.maximum(size, TINY)))
         usual = np.maximum(max(share, ULPS["float32"] * ULP_SHARE) * size, TINY)
         return NoiseFloor("float32", width).truth("logits", truth, found, mask == 1), usual
+
+
+def labels_by_address(
+    folder: Path,
+    tensors: Mapping[str, LazyTensor],
+    labels: Mapping[str, str],
+    model: torch.nn.Module,
+    dtype: str = "float32",
+) -> dict[int, str]:
+    """Labels of the loaded matrices of `model`, by the address of their storage; without those that have none.
+
+    `labels` are by name in the files. A model of numbers of labels is loaded in the same way.
+    """
+    kinds = ["", *sorted({*labels.values()})]
+    numbers = {
+        name: _filled(one.shape, float(kinds.index(labels.get(name, "")))) if len(one.shape) > 1 else one
+        for name, one in tensors.items()
+    }
+    marks = dict(EagerRunner(folder, dtype, weights=numbers).model.named_parameters())
+    found = {
+        parameter.untyped_storage().data_ptr(): kinds[int(marks[name].flatten()[0])]
+        for name, parameter in model.named_parameters()
+        if parameter.ndim > 1
+    }
+    return {address: label for address, label in found.items() if label}
 
 
 def _filled(shape: tuple[int, ...], number: float) -> LazyTensor:
@@ -420,16 +434,7 @@ class LlamaCppChecks:
     def _ids(self, texts: Sequence[str], ids: Sequence[Sequence[list[int]]]) -> Check:
         if not self._has_tokenizer:
             return Check("tokens of texts", NAME, "", verdict="skip", detail="the file or the model has no tokenizer")
-        problems = []
-        for text, found in zip(texts, ids, strict=True):
-            for special, row in zip((True, False), found, strict=True):
-                expected = self._tokenizer(text, add_special_tokens=special)["input_ids"]
-                if row != expected:
-                    at = next((at for at, pair in enumerate(zip(row, expected, strict=False)) if len({*pair}) > 1), -1)
-                    where = f"token {at} of {text[:20]!r} is {row[at]} instead of {expected[at]}"
-                    problems.append(
-                        where if at >= 0 else f"{len(row)} tokens instead of {len(expected)} of {text[:20]!r}"
-                    )
+        problems = token_problems(self._tokenizer, texts, ids)
         return audited("tokens of texts", NAME, problems, f"{len(texts)} texts, with and without special tokens")
 
     def _run(self, prompt: list[int], row: list[int], logits: Array, *, as_stored: bool) -> list[Check]:
@@ -462,6 +467,19 @@ class LlamaCppChecks:
             *([] if self._has_tokenizer else ["faults of a tokenizer"]),
             *(f"faults after the first {len(prompt) + NEW} tokens" for prompt in self._prompts()[-1:]),
         ]
+
+
+def token_problems(tokenizer: Any, texts: Sequence[str], ids: Sequence[Sequence[list[int]]]) -> list[str]:
+    """Where the ids of texts, [text][with and without special tokens], are not the tokenizer's, in words."""
+    problems = []
+    for text, found in zip(texts, ids, strict=True):
+        for special, row in zip((True, False), found, strict=True):
+            expected = tokenizer(text, add_special_tokens=special)["input_ids"]
+            if row != expected:
+                at = next((at for at, pair in enumerate(zip(row, expected, strict=False)) if len({*pair}) > 1), -1)
+                where = f"token {at} of {text[:20]!r} is {row[at]} instead of {expected[at]}"
+                problems.append(where if at >= 0 else f"{len(row)} tokens instead of {len(expected)} of {text[:20]!r}")
+    return problems
 
 
 WHOLE_ONLY = "llama.cpp's roundings are computed in the whole model"

@@ -411,7 +411,7 @@ def test_a_file_is_found_in_its_folder_and_several_are_refused(llama: Path, tmp_
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"clients": ["llamacpp", "genai"]}, "llama.cpp opens GGUF files, other clients graphs"),
+        ({"clients": ["llamacpp", "genai"]}, "`llamacpp` opens GGUF files, other clients do not"),
         ({"suite": "full"}, "`--suite` applies to graphs, and llama.cpp opens none"),
         ({"max_divergence": 0.0}, "`--max-divergence` applies to graphs, and llama.cpp opens none"),
         ({"threads": 2}, "`--provider, --threads or --timeout` applies to graphs, and llama.cpp opens none"),
