@@ -118,6 +118,7 @@ def test_a_wrong_scale_fails(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_an_adapter_computes_in_vllm_what_peft_computes(llama: Path, tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
     peft = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]))
