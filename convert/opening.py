@@ -149,16 +149,12 @@ def open_again(
 ) -> Checkpoint:
     """The model of a Hugging Face folder, every tensor under its own name, with fields of the `config` files replaced.
 
-    Raises UsageProblem for `options` of training formats, UnsupportedInput for quantized weights, MalformedInput for a
-    damaged folder or another model's config.
+    With the option `quant` of `dequantize`, quantized weights are the values of their codes in float32. Raises
+    UsageProblem for `options` of training formats, UnsupportedInput for quantized weights without that option or in an
+    unknown way, MalformedInput for a damaged folder or another model's config.
     """
-    refuse_options(options, (OPTION, "drop"), "a Hugging Face folder")
-    opened = open_checkpoint(folder)
-    if opened.config.get("quantization_config"):
-        raise UnsupportedInput(
-            f"`{name}` is quantized (`quantization_config`), and its packed weights have no other element type",
-            hint="give the weights from before quantization",
-        )
+    refuse_options(options, (OPTION, "drop", "quant"), "a Hugging Face folder")
+    opened = _dequantized(open_checkpoint(folder), name, options.get("quant"))
     settings = {**opened.config, **merged_configs(config)}
     require_model_type(settings, name)
     notes: list[str] = []
@@ -184,6 +180,23 @@ def open_again(
             ) from why
         raise
     return replace(result, warnings=tuple(warnings))
+
+
+def _dequantized(opened: Checkpoint, name: str, choice: str | None) -> Checkpoint:
+    """The checkpoint, if it is quantized with the values of its codes; see `open_again`."""
+    if not opened.config.get("quantization_config"):
+        if choice:
+            raise UsageProblem(f"`--quant {choice}` is given, but `{name}` is not quantized", hint="leave it out")
+        return opened
+    if choice != "dequantize":
+        raise UnsupportedInput(
+            f"`{name}` is quantized (`quantization_config`), and its codes have no other element type",
+            hint="give `--quant dequantize` for the values of the codes, or the weights from before quantization",
+        )
+    from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint  # noqa: PLC0415 - of few models
+
+    found = quantized_checkpoint(opened)
+    return found.plain if found else opened
 
 
 REWARD, CRITIC = "RewardModel", "CriticModel"
@@ -289,7 +302,8 @@ def _explain_folder(folder: Path) -> LlmconvError:
             return problem
         return UnsupportedInput(
             f"`{folder}` already is a Hugging Face model folder",
-            hint="go on with `merge-lora` or `export`; `--dtype` and `--max-shard-size` write it anew",
+            hint="go on with `merge-lora` or `export`; `--dtype` and `--max-shard-size` write it anew, and with "
+            "`--quant dequantize` codes become their values",
         )
     if any(name.endswith((".pdiparams", ".pdmodel")) for name in names):
         return UnsupportedInput(

@@ -8,7 +8,7 @@ from typing import Any
 
 from llmconv.argument_checks import checked, require_choice
 from llmconv.convert.models.config_file import OPTION, TrustedCode
-from llmconv.convert.models.head_and_dtype import check_dtype, settled, with_cast
+from llmconv.convert.models.head_and_dtype import check_dtype, settled, with_cast, with_stated_type
 from llmconv.convert.opening import open_training
 from llmconv.errors import UsageProblem
 from llmconv.files.paths import Placed, is_address, local_only, output_place
@@ -64,8 +64,9 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
             checkpoint's or the given configuration.
         trust_remote_code: copy the model's own code, and run it to compare the weights with the model that it builds.
         quant: what becomes of the codes of a GGUF file: `dequantize` (when None), or `keep` where they are exact, as
-            those of compressed-tensors.
-        dtype: `keep`, or the float type of the weights.
+            those of compressed-tensors. Of a quantized Hugging Face folder `dequantize` takes the values of its codes.
+        dtype: `keep`, or the float type of the weights; `keep` rounds values of codes in a folder to the type that its
+            configuration states.
         max_shard_size: largest safetensors file; `5GB` when None.
         overwrite: replace what llmconv made.
         resume: continue an interrupted run.
@@ -90,11 +91,12 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     options: dict[str, Any] = {"base": base, "drop": drop or None, "qkv_layout": qkv_layout, "adapter": adapter}
     options |= {"root": root, "strategy": strategy, "quant": quant}
     chosen = {**options, **({OPTION: own_code} if own_code else {})}
-    changes = dtype != "keep" or max_shard_size is not None or bool(configs or words or code or drop)
+    changes = bool(quant) or dtype != "keep" or max_shard_size is not None or bool(configs or words or code or drop)
     checkpoint = settled(open_training(source, format, configs, words, chosen, rewrite=changes))
     warn_all(checkpoint.warnings)
     # a configuration that is kept as it is needs no new `torch_dtype`
     kept = dtype == "keep" and (checkpoint.format == "hf" or "quantization_config" in checkpoint.config)
+    checkpoint = with_stated_type(checkpoint) if kept and checkpoint.dequantized else checkpoint
     plan = plan_checkpoint(checkpoint if kept else with_cast(checkpoint, dtype), size)
     place = output_place(output)
     check_output(plan, place, overwrite, [path for path in (checkpoint.path, base) if path], resume=resume, work=work)

@@ -64,6 +64,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
     adapter: Checkpoint | None = None
     # for a Hugging Face folder, name of a tensor to the name of its file
     files: Mapping[str, str] = field(default_factory=dict)
+    # names of tensors that are the values of codes, in float32 and not yet rounded
+    dequantized: frozenset[str] = frozenset()
 
     def __getitem__(self, name: str) -> LazyTensor:
         return self.tensors[name]

@@ -164,6 +164,19 @@ def with_cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     return replace(checkpoint, tensors=tensors, config=with_dtype(checkpoint.config, tensors), adapter=adapter)
 
 
+def with_stated_type(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with the values of its codes rounded to the type that its configuration states, or bfloat16."""
+    config = checkpoint.config
+    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
+    stated = (str(part.get(name)).removeprefix("torch.") for part in parts for name in FIELDS)
+    dtype = BY_NAME[next((name for name in stated if name in FLOATS), "bfloat16")]
+    tensors = {
+        name: cast(tensor, dtype, name) if name in checkpoint.dequantized else tensor
+        for name, tensor in checkpoint.items()
+    }
+    return replace(checkpoint, tensors=tensors, config=with_dtype(config, tensors))
+
+
 def stored_types(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], dtype: str) -> dict[str, DType]:
     """The type of each tensor in a model of `dtype`, one of `FLOATS`; tensors other than floats keep theirs.
 

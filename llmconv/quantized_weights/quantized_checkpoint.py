@@ -75,7 +75,7 @@ def quantized_checkpoint(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
         elif not name.endswith(method.dropped or ("\0",)):
             tensors[name] = tensor
     config = {name: value for name, value in checkpoint.config.items() if name != FIELD}
-    plain = replace(checkpoint, tensors=tensors, config=config)
+    plain = replace(checkpoint, tensors=tensors, config=config, dequantized=frozenset(weights))
     return QuantizedCheckpoint(checkpoint, method, weights, plain)
 
 

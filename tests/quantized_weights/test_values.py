@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from llmconv.checkpoint import open_checkpoint
-from llmconv.errors import MalformedInput
+from llmconv.convert import to_hf
+from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.quantized_weights.methods.gptq import zero_points
 from llmconv.quantized_weights.quantized_checkpoint import QuantizedCheckpoint, quantized_checkpoint
 from tests.builders.quantized_models import BASES, FOLDER, reference, stored
+from tests.conftest import save_tiny
 
 Q, DOWN = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"
 
@@ -35,6 +39,27 @@ def test_values_are_bit_for_bit_those_of_the_library_that_wrote_them(name: str) 
     for weight, expected in reference(name).items():
         found = torch.from_numpy(base.plain[weight].read())
         assert torch.equal(found.to(expected.dtype), expected)  # GPTQ and AWQ multiply in float16
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_to_hf_writes_the_values(name: str, tmp_path: Path) -> None:
+    to_hf(FOLDER / name, tmp_path / "exact", quant="dequantize", dtype="float32")
+    to_hf(FOLDER / name, tmp_path / "rounded", quant="dequantize")
+    exact, rounded = load_file(tmp_path / "exact/model.safetensors"), load_file(tmp_path / "rounded/model.safetensors")
+    config = json.loads((tmp_path / "rounded/config.json").read_text())
+    assert "quantization_config" not in config
+    for weight, expected in reference(name).items():
+        assert torch.equal(exact[weight].to(expected.dtype), expected)
+        assert torch.equal(rounded[weight], exact[weight].to(rounded[weight].dtype))
+        assert str(rounded[weight].dtype) in {f"torch.{config.get('dtype')}", f"torch.{config.get('torch_dtype')}"}
+
+
+def test_codes_stay_codes_unless_their_values_are_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedInput, match="its codes have no other element type") as error:
+        to_hf(FOLDER / "fp8_blocks", tmp_path / "out", dtype="bfloat16")
+    assert "--quant dequantize" in str(error.value.hint)
+    with pytest.raises(UsageProblem, match="is not quantized"):
+        to_hf(save_tiny("llama", tmp_path / "llama"), tmp_path / "out", quant="dequantize")
 
 
 @pytest.mark.parametrize("name", BASES)
