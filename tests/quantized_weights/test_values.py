@@ -12,7 +12,7 @@ import torch
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from llmconv.checkpoint import open_checkpoint
-from llmconv.errors import MalformedInput
+from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.quantized_weights.methods.gptq import zero_points
 from llmconv.quantized_weights.quantized_checkpoint import QuantizedCheckpoint, quantized_checkpoint
 from tests.builders.quantized_models import BASES, FOLDER, reference, stored
@@ -118,6 +118,20 @@ def test_zero_points_of_gptq_are_stored_less_one_with_carries() -> None:
     less = (word - np.uint32(0x11111111)).view(np.int32)
     assert zero_points(less, 4, less_one=True).tolist() == true.tolist()
     assert zero_points(word.view(np.int32), 4, less_one=False).tolist() == true.tolist()
+
+
+@pytest.mark.parametrize("meta", [None, {"quantizer": ["auto_gptq:0.7.1"]}, {"quantizer": ["gptqmodel:7.7.0"]}])
+def test_zero_points_of_0_are_read_only_where_gptqmodel_wrote_them(meta: Any, changed: Callable[..., Path]) -> None:
+    base = "gptq_4bit_act_order"
+    name = DOWN.replace(".weight", ".qzeros")
+    zeros = stored(FOLDER / base)[name].clone()
+    zeros[0, 0] = -1  # eight zero points of 0, each stored as 15
+    weight = opened(changed(base, {name: zeros}, meta=meta)).plain[DOWN]
+    if meta and "gptqmodel" in meta["quantizer"][0]:
+        assert np.isfinite(weight.read()).all()
+        return
+    with pytest.raises(UnsupportedInput, match=f"`{name}` has zero points of 0, which AutoGPTQ"):
+        weight.read()
 
 
 @pytest.mark.parametrize("dynamic", [{}, {"-:.*gate": {}}, {"+:.*down": {"group_size": 32}}])
