@@ -296,6 +296,13 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
     return files
 
 
+def write_small(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Writes small files by their names in `folder`, some of which are in a folder there (`TEMPLATES`)."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
 SENTENCE_MODULES = "modules.json"
 MOST_MODULES = 64
 SENTENCE_FILES = ("config_sentence_transformers.json", "sentence_bert_config.json")
