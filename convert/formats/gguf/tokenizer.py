@@ -397,7 +397,7 @@ def _templates(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> dict[
         named["default"] = files["chat_template.jinja"].decode()
     default = named.pop("default", None)
     texts = {re.sub(r"[^A-Za-z0-9]", "_", str(name)): text for name, text in named.items() if isinstance(text, str)}
-    keys = {f"{CHAT_TEMPLATE}.{name}": text for name, text in sorted(texts.items())}
+    keys: dict[str, Any] = {f"{CHAT_TEMPLATE}.{name}": text for name, text in sorted(texts.items())}
     keys |= {"tokenizer.chat_templates": sorted(texts)} if texts else {}
     return keys | ({CHAT_TEMPLATE: default} if isinstance(default, str) and default else {})
 
