@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import PurePosixPath
 from typing import Any
@@ -25,7 +25,9 @@ from llmconv.convert.tokenizers import (
     SentencePieceModel,
     added_token,
     bos_template,
+    is_tiktoken,
     merges_of,
+    parse_sentencepiece,
     read_object,
     special_tokens,
     text_of,
@@ -268,6 +270,7 @@ def _steps(words: Words) -> list[dict[str, Any]]:
 
 # --- the way back -----------------------------------------------------------------------------------------------------
 
+VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 OWN = {
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "generation_config.json"),
@@ -280,7 +283,8 @@ def tokenizer_keys(checkpoint: Checkpoint, rows: int, warnings: list[str]) -> tu
     They are read back: what `to-hf` would make of them must divide text as the tokenizer does. Raises UnsupportedInput
     for a tokenizer that a file cannot state, MalformedInput for a damaged one, or one of more tokens than rows.
     """
-    files, source = checkpoint.side_files, checkpoint.path.name
+    files, source = _with_json(checkpoint.side_files, checkpoint.path.name), checkpoint.path.name
+    checkpoint = replace(checkpoint, side_files=files)
     left = [name for name in files if name not in OWN and not name.startswith(f"{TEMPLATES}/")]
     if "tokenizer.json" not in files:
         return {"tokenizer.ggml.model": "no_vocab"}, [*files]
@@ -300,6 +304,23 @@ def tokenizer_keys(checkpoint: Checkpoint, rows: int, warnings: list[str]) -> tu
             hint=OTHER,
         )
     return found, left
+
+
+def _with_json(files: Mapping[str, bytes], source: str) -> dict[str, bytes]:
+    """The files of a tokenizer with its `tokenizer.json`, made of sentencepiece's file if that is all there is.
+
+    Raises UnsupportedInput for other vocabularies without one, as older releases of transformers saved them.
+    """
+    if "tokenizer.json" in files or not (found := [name for name in VOCABULARIES if name in files]):
+        return dict(files)
+    if found == ["tokenizer.model"] and not is_tiktoken(data := files["tokenizer.model"]):
+        model = parse_sentencepiece(data)
+        if model.is_converted:
+            return {**files, "tokenizer.json": tokenizer_bytes(tokenizer_json(model))}
+    raise UnsupportedInput(
+        f"the tokenizer of `{source}` is `{found[0]}` alone, and what is written as GGUF is `tokenizer.json`",
+        hint=f"write one with transformers: `AutoTokenizer.from_pretrained('{source}').save_pretrained('{source}')`",
+    )
 
 
 def _as_loaded(content: dict[str, Any], files: Mapping[str, bytes], source: str) -> dict[str, Any]:
@@ -490,7 +511,7 @@ def _around(step: Any) -> tuple[list[int], list[int]]:
     return [one for group in before for one in group or ()], [one for group in after for one in group or ()]
 
 
-OTHER = "use llama.cpp's converter, or remove `tokenizer.json` to write the model without a tokenizer"
+OTHER = "use llama.cpp's converter, or remove the tokenizer's files to write the model without one"
 
 
 def _words_of(content: Mapping[str, Any], source: str) -> str:

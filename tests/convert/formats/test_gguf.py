@@ -356,6 +356,30 @@ def test_a_tokenizer_goes_and_comes_back(tiny_model: Path, tmp_path: Path, pre: 
         assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
 
 
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_folder_with_the_file_of_sentencepiece_alone_keeps_its_tokenizer(
+    tiny_model: Path, tmp_path: Path, prefix: bool
+) -> None:
+    folder, model = shutil.copytree(tiny_model, tmp_path / "hf"), piece_model(prefix=prefix)
+    write_small(folder, {"tokenizer.model": model, "tokenizer_config.json": b'{"add_bos_token": true}'})
+    from_hf(folder, tmp_path / "out", to="gguf")
+    to_hf(tmp_path / "out", tmp_path / "back")
+    original = sentencepiece.SentencePieceProcessor(model_proto=model)
+    found = Tokenizer.from_file(str(tmp_path / "back/tokenizer.json"))
+    for text in ["the cat", "  two  dogs", "naïve 漢字 🙂\n\ttabs", ""]:
+        assert found.encode(text).ids == [original.bos_id(), *original.encode(text)]
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "vocab.txt", "spiece.model", "tokenizer.model"])
+def test_a_vocabulary_without_tokenizer_json_is_not_left_out(tiny_model: Path, tmp_path: Path, name: str) -> None:
+    """As tokenizers of Python saved them; `tokenizer.model` may be tiktoken's."""
+    folder = shutil.copytree(tiny_model, tmp_path / "hf")
+    write_small(folder, {name: b"IQ== 0\nIg== 1\n"})
+    with pytest.raises(UnsupportedInput, match=f"is `{name}` alone") as caught:
+        from_hf(folder, tmp_path / "out", to="gguf")
+    assert "AutoTokenizer" in str(caught.value.hint) and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("listed", [False, True], ids=["files", "list"])
 def test_further_chat_templates_go_and_come_back(tiny_model: Path, tmp_path: Path, listed: bool) -> None:
     """Keys are those of the package `gguf`; transformers has the templates in files, older versions in a list."""
