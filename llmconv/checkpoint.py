@@ -39,6 +39,10 @@ SIDE_FILES = (
     *("sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json", "processor_config.json"),
     *("preprocessor_config.json", "video_preprocessor_config.json"),
 )
+# files of which a tokenizer has at least one
+VOCABULARIES = frozenset(
+    ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"]
+)
 # Where transformers saves the chat templates of a tokenizer that has several, but for the default one
 TEMPLATES = "additional_chat_templates"
 MOST_TEMPLATES = 64

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.checkpoint import TEMPLATES, Checkpoint
+from llmconv.checkpoint import TEMPLATES, VOCABULARIES, Checkpoint
 from llmconv.convert.tokenizers import (
     MODEL,
     PATTERN,
@@ -270,7 +270,6 @@ def _steps(words: Words) -> list[dict[str, Any]]:
 
 # --- the way back -----------------------------------------------------------------------------------------------------
 
-VOCABULARIES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 OWN = {
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "generation_config.json"),
@@ -311,7 +310,7 @@ def _with_json(files: Mapping[str, bytes], source: str) -> dict[str, bytes]:
 
     Raises UnsupportedInput for other vocabularies without one, as older releases of transformers saved them.
     """
-    if "tokenizer.json" in files or not (found := [name for name in VOCABULARIES if name in files]):
+    if "tokenizer.json" in files or not (found := sorted(VOCABULARIES & files.keys())):
         return dict(files)
     if found == ["tokenizer.model"] and not is_tiktoken(data := files["tokenizer.model"]):
         model = parse_sentencepiece(data)
