@@ -424,12 +424,6 @@ def tiktoken_of(content: Mapping[str, Any]) -> bytes | None:
     return b"".join(lines)
 
 
-# files of which a tokenizer has at least one
-VOCABULARIES = {
-    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
-}
-
-
 def special_ids(files: Mapping[str, bytes]) -> tuple[int | None, int | None]:
     """Ids of the tokens that begin and end a text; None if the files do not contain them.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 
 from llmconv.causal_lm import context_length
-from llmconv.checkpoint import Checkpoint, read_json
+from llmconv.checkpoint import VOCABULARIES, Checkpoint, read_json
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.export.clients import DEFAULT, Client, ClientFiles, ClientModel
 from llmconv.export.export_options import (
@@ -236,6 +236,11 @@ def _client_files(
         from llmconv.export.clients.image_parts import ImageModel  # noqa: PLC0415 - most models take no images
 
         images = ImageModel.of(model.whole, checkpoint)
+    readers = ", ".join(client.name for client in clients if client.reads_tokenizer_json)
+    if readers and "tokenizer.json" not in checkpoint.side_files and VOCABULARIES & checkpoint.side_files.keys():
+        home = checkpoint.path
+        way = f"transformers writes it, `AutoTokenizer.from_pretrained('{home}').save_pretrained('{home}')`"
+        warn(f"{readers}: the tokenizer is read from `tokenizer.json`, which `{home}` does not have: {way}")
     described = ClientModel(decoder_config(model.config), fed, generation, *kinds, images, tuple(specs))
     return ClientFiles(clients, described)
 

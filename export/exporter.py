@@ -12,7 +12,7 @@ from typing import Any, Protocol, Unpack, get_type_hints, runtime_checkable
 
 from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_task
-from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint
+from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, write_small
 from llmconv.errors import InputRefused, LlmconvError
 from llmconv.export.clients import DEFAULT, Client, find_clients, roles_for
 from llmconv.export.export_options import DEFAULTS, ExportOptions, check_options, option_that_computes, roles_of_task
@@ -119,8 +119,7 @@ def _opened_gguf(path: Path) -> Iterator[Checkpoint]:
     try:
         opened = open_training(path, "gguf", options={"quant": "graphs"})
         warn_all([of_export(text) for text in opened.warnings])
-        for name, content in plan_checkpoint(opened).small_files.items():
-            (folder / name).write_bytes(content)
+        write_small(folder, plan_checkpoint(opened).small_files)
         yield replace(opened, path=folder)
     except LlmconvError as error:
         error.message, error.hint = of_export(error.message), of_export(error.hint or "")

@@ -39,6 +39,10 @@ SIDE_FILES = (
     *("sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json", "processor_config.json"),
     *("preprocessor_config.json", "video_preprocessor_config.json"),
 )
+# files of which a tokenizer has at least one
+VOCABULARIES = frozenset(
+    ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"]
+)
 # Where transformers saves the chat templates of a tokenizer that has several, but for the default one
 TEMPLATES = "additional_chat_templates"
 MOST_TEMPLATES = 64
@@ -296,6 +300,13 @@ def read_side_files(folder: Path) -> dict[str, bytes]:
     for name, content in files.items():
         refuse_git_lfs(content, name)
     return files
+
+
+def write_small(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Writes small files by their names in `folder`, some of which are in a folder there (`TEMPLATES`)."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 SENTENCE_MODULES = "modules.json"

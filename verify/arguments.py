@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from llmconv.causal_lm import require_causal_folder, require_sizes
-from llmconv.checkpoint import Checkpoint, has_weights, read_json
+from llmconv.checkpoint import Checkpoint, has_weights, read_json, write_small
 from llmconv.errors import InputRefused, MalformedInput, UsageProblem
 from llmconv.files.gguf_file import holds_gguf, is_gguf
 from llmconv.files.safe_folder import make_temporary_folder, remove_temporary_folder
@@ -107,8 +107,7 @@ def _write_model(opened: Checkpoint, folder: Path) -> None:
         except OSError:
             shutil.rmtree(folder)
         else:
-            for name, content in plan.small_files.items():
-                (folder / name).write_bytes(content)
+            write_small(folder, plan.small_files)
             (folder / RANGES).write_bytes(encode_ranges(mapped))
             return
     write_checkpoint(plan, folder, steps=(), sources=())

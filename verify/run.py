@@ -17,7 +17,7 @@ from llmconv.argument_checks import checked
 from llmconv.checkpoint import is_model_folder, open_checkpoint
 from llmconv.convert.adapter_file import lora_factors
 from llmconv.convert.opening_adapters import is_for_peft
-from llmconv.errors import LlmconvError, UsageProblem, listing
+from llmconv.errors import LlmconvError, UnsupportedInput, UsageProblem, listing
 from llmconv.export.rewrite.running_form import may_change
 from llmconv.files.paths import Written
 from llmconv.files.safetensors_file import FileTensor
@@ -70,7 +70,7 @@ from llmconv.verify.quantized_cache import CodedFolder, recorded_text
 from llmconv.verify.quantized_folder import QuantizedFolder, is_quantized, shipped_runner
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.report.files import reporter
-from llmconv.verify.results import LINE_LIMIT, WHOLE, Report, clean
+from llmconv.verify.results import LINE_LIMIT, WHOLE, Check, Report, clean
 from llmconv.verify.scenarios.selection import Budget, Selection
 from llmconv.verify.single_pass import SinglePassFolder
 from llmconv.verify.verification import Checking, OnChecks, Session
@@ -359,7 +359,10 @@ def _in_turn(
     own = verified.path if (verified.path / "config.json").is_file() else reference
     if fields := field_checks(verified.path, verified.models, own):
         yield fields
-    if rest:
+    if rest and is_quantized(rest.verified.models):
+        detail = "quantized weights of graphs without a cache are not compared"
+        yield [Check("weights", name, "", verdict="skip", detail=detail) for name in rest.verified.models]
+    elif rest:
         yield from rest.checks(alone=False)
     judged = any(check.graph.endswith(AS_RUN) for check in folder.report.checks)
     if not judged and any(map(may_change, verified.models.values())):
@@ -404,6 +407,11 @@ def _checked_alone(folder: GraphFolder, rest: SinglePassFolder | None, choices: 
             f"`{option}` applies to graphs with a cache, and this folder has none", hint=f"leave out `{option}`"
         )
     assert rest
+    if is_quantized(rest.verified.models):
+        raise UnsupportedInput(
+            f"`{rest.verified.entries[0].name}` has quantized weights, which `verify` compares in graphs with a cache",
+            hint="verify an export of the same model without `--no-cache` and `--task`: its codes are the same",
+        )
     with ExitStack() as stack:
         if choices.record:
             stack.enter_context(recording(Judged.of_graphs(rest.verified), rest.reference, rest.report))

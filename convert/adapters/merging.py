@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.causal_lm import architecture
-from llmconv.checkpoint import TEMPLATES, Checkpoint, json_object, own_file, read_json, read_side_files
+from llmconv.checkpoint import TEMPLATES, VOCABULARIES, Checkpoint, json_object, own_file, read_json, read_side_files
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.combining import Recipe, TaskVectors
 from llmconv.convert.adapters.edits import Edits, base_in_memory
 from llmconv.convert.adapters.tensor_names import AS_STORED
 from llmconv.convert.models import head_and_dtype
 from llmconv.convert.models.transformers_source import auto_classes
-from llmconv.convert.tokenizers import VOCABULARIES, added_tokens, all_tokens, read_tokenizer, special_tokens
+from llmconv.convert.tokenizers import added_tokens, all_tokens, read_tokenizer, special_tokens
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, listing
 from llmconv.output.plan import json_bytes
 from llmconv.tensors import FLOATS, LazyTensor, lists_by_key

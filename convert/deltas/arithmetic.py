@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.checkpoint import Checkpoint, json_object, open_weights, read_json, read_side_files
+from llmconv.checkpoint import VOCABULARIES, Checkpoint, json_object, open_weights, read_json, read_side_files
 from llmconv.convert.adapters.low_rank_sum import round_into, widen
 from llmconv.convert.deltas.low_rank import differing_fields
 from llmconv.convert.models.config_file import without_code
@@ -39,7 +39,6 @@ from llmconv.convert.models.head_and_dtype import (
 )
 from llmconv.convert.models.transformers_source import EMBEDDINGS
 from llmconv.convert.state_dicts.files import is_bin_folder, open_bin_folder
-from llmconv.convert.tokenizers import VOCABULARIES
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.files.torch_writer import torch_pieces
 from llmconv.model_code import AUTO_MAP

@@ -68,6 +68,8 @@ class Client:
     supports: tuple[frozenset[str], ...] = ()
     adds_graphs: bool = False  # add the preferred set to graphs that the client cannot run; otherwise refuse them
     caches: tuple[str, ...] = ("growing",)
+    # it reads the tokenizer of `tokenizer.json` alone
+    reads_tokenizer_json: bool = False
     # the types of models whose vision tower and embedding table it runs together with the decoder
     image_models: frozenset[str] = frozenset()
     # raises InputRefused for a model that the client cannot run

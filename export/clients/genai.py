@@ -204,6 +204,7 @@ CLIENT = Client(
     roles=("unified",),
     supports=(frozenset({"unified"}), frozenset({"prefill", "decode"})),
     caches=("growing", "shared-buffer"),
+    reads_tokenizer_json=True,
     image_models=IMAGE_MODELS,
     check=check,
     file_names=lambda model: (FILE, VISION_GRAPH, EMBEDDING_GRAPH) if model.images else (FILE,),

@@ -190,6 +190,7 @@ CLIENT = Client(
     roles=("unified",),
     supports=(frozenset({"unified"}),),
     adds_graphs=True,
+    reads_tokenizer_json=True,
     image_models=IMAGE_MODELS,
     check=check,
     file_names=file_names,

@@ -23,7 +23,15 @@ import onnx
 
 from llmconv.addresses import hub_address
 from llmconv.causal_lm import language_config, length_switch, require_causal_folder
-from llmconv.checkpoint import has_weights, open_checkpoint, own_file, read_json
+from llmconv.checkpoint import (
+    has_weights,
+    open_checkpoint,
+    own_file,
+    read_json,
+    read_side_files,
+    side_file_names,
+    write_small,
+)
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem, first_line
 from llmconv.files.paths import kind_of, path_of
 from llmconv.files.safe_folder import UNFINISHED, unfinished_folder, user_cache
@@ -533,6 +541,7 @@ def _identity(folder: Path) -> str:
     # a configuration may lie beside
     near = folder if _is_plain(folder) else folder.resolve().parent if folder.is_file() else None
     files = [path for path in sorted(near.iterdir()) if path.suffix in (WEIGHTS, *COPIED)] if near else []
+    files += [near / name for name in side_file_names(near) if "/" in name] if near else []  # further chat templates
     for path in [*files, *([] if near == folder else files_under(folder))]:
         if path.is_file():
             found = path.stat()
@@ -550,6 +559,7 @@ def _export(folder: Path, made: Path) -> None:
             os.link(path.resolve(), made / path.name)  # runtimes refuse symbolic links
         elif path.suffix in COPIED and path.name != MANIFEST and path.is_file():
             shutil.copyfile(own_file(folder, path.name), made / path.name)
+    write_small(made, {name: content for name, content in read_side_files(folder).items() if "/" in name})
     with _named(made, folder, "or give `--backend torch`"):
         export(made)
 

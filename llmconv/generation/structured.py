@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import islice
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -38,6 +39,8 @@ FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")  # keywords whose value is a list of schemas
 NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")  # an object of schemas
 SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
+COMBINED = frozenset(["anyOf", "oneOf", "$ref", "enum", "const"])  # keywords that may allow keys that stand elsewhere
+OPEN = frozenset(["additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"])
 VALUES = ("required", "const", "enum", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 # keywords that llguidance 1.9 refuses, or `with_options` in some schemas
 UNENFORCED = frozenset(
@@ -126,7 +129,7 @@ def with_options(schema: Any, name: str) -> dict[str, Any]:
     """A copy of a JSON Schema for llguidance, with how JSON is written; raises UsageProblem for what it cannot enforce.
 
     Formats that it does not know are left out; `x-guidance` of the schema, with which it would ignore keywords, is
-    replaced. Sizes are bounded.
+    replaced; objects that list properties and say nothing of others have no others. Sizes are bounded.
     """
     if not isinstance(schema, Mapping | bool):
         raise UsageProblem(f"`{name}` is not a JSON Schema", hint="give an object, or the JSON text of one")
@@ -138,6 +141,7 @@ def with_options(schema: Any, name: str) -> dict[str, Any]:
         raise UsageProblem(f"`{name}` is not JSON: {error}", hint="give a JSON Schema") from error
     _require_size(text, name)
     made: dict[str, Any] = json.loads(text)
+    _close(made)
     for count, (place, depth, one) in enumerate(_schemas(made), start=1):
         if depth > MAX_DEPTH or count > MAX_SCHEMAS:
             problem = f"`{name}` has more than {MAX_SCHEMAS} schemas or {MAX_DEPTH} levels, at `{place}`"
@@ -148,6 +152,26 @@ def with_options(schema: Any, name: str) -> dict[str, Any]:
         _require_exact(one, f"`{name}` at `{place}`")
     # as llguidance's options of the schema as a whole
     return {**made, "x-guidance": {"whitespace_pattern": WHITE_SPACE, "json_allowed_escapes": ESCAPES}}
+
+
+def _close(schema: dict[str, Any]) -> None:
+    """Adds `additionalProperties` false where objects list properties, and other schemas may not allow others.
+
+    Properties come in the order of the schema. A model that begins one out of order would end in a free key that only
+    starts like it: once the name is complete, its quotation mark is not allowed. Without free keys it cannot begin.
+    """
+    objects = [one for _, _, one in islice(_schemas(schema), MAX_SCHEMAS)]
+    listed = [one for one in objects if isinstance(one.get("properties"), dict) and one["properties"]]
+    if any("allOf" in one for one in objects) or any(COMBINED & one.keys() for one in listed):
+        return
+    for one in listed:
+        required = one.get("required", [])
+        if (
+            not OPEN & one.keys()
+            and isinstance(required, list)
+            and all(name in [*one["properties"]] for name in required)
+        ):
+            one["additionalProperties"] = False
 
 
 def loosened(schema: Mapping[str, Any]) -> dict[str, Any]:

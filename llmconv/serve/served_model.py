@@ -48,6 +48,7 @@ class CompletionChoice:
     generates: bool = True  # else only the prompt is wanted
     scores_prompt: bool = False  # the answer begins with the log-probabilities of its prompt
     every_logprob: bool = False  # those of tokens come, too, that end the answer and are not in its text
+    echo_decode: TokenDecoder | None = None  # tokens of the prompt to `echo`; None for `decode`
 
 
 @dataclass(frozen=True)
@@ -166,11 +167,15 @@ class ServedModel:
         plans = [self.format.plan(request, prompt.ids) for prompt in prompts]
         self._require(request, plans)
         decode = None if request.sampling.skip_special_tokens else self.shown
+        echoes = [
+            self._echo(given, prompt.ids, decode) if request.echo else ("", None)
+            for given, prompt in zip(request.prompts or [""], prompts, strict=True)
+        ]
         return [
             CompletionChoice(
                 tuple(prompt.ids),
                 self._settings(request, len(prompt.ids), number, plan),
-                (decode or self.model.decode)(prompt.ids) if request.echo else "",
+                echo,
                 prompt.embeddings,
                 plan,
                 request.tools.several,
@@ -178,10 +183,19 @@ class ServedModel:
                 request.sampling.max_tokens != 0,
                 request.echo and request.logprobs is not None,
                 not request.is_chat,
+                echo_decode,
             )
-            for prompt, plan in zip(prompts, plans, strict=True)
+            for prompt, plan, (echo, echo_decode) in zip(prompts, plans, echoes, strict=True)
             for number in range(request.sampling.choices)
         ]
+
+    def _echo(
+        self, given: str | Sequence[int], ids: Sequence[int], decode: TokenDecoder | None
+    ) -> tuple[str, TokenDecoder | None]:
+        """A prompt as it was given, or the text of tokens; and what makes its text of its tokens, None for `decode`."""
+        if not isinstance(given, str):
+            return (decode or self.model.decode)(ids), None
+        return given, self.shown if self.shown(ids) == given else None  # special tokens are in a text where it has them
 
     def _require(self, request: CompletionRequest, plans: Sequence[AnswerPlan]) -> None:
         """Raises ApiError for what the model, or the form of an answer, excludes."""
@@ -317,7 +331,8 @@ class ServedModel:
         conversation = Conversation()
         conversation.keep(choice.ids, cache)
         self._conversations.keep(conversation)
-        stream, length, placed = TextStream(choice.decode or self.model.decode), 0, []
+        decode = choice.echo_decode or choice.decode or self.model.decode
+        stream, length, placed = TextStream(decode), 0, []
         for one in found:
             placed.append(replace(one, start=min(length, len(choice.echo))))
             length += len(stream.push(one.token))

@@ -328,3 +328,15 @@ FALCON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json", None])
+def test_clients_that_read_tokenizer_json_are_named_where_it_is_missing(tmp_path: Path, name: str | None) -> None:
+    folder, said = save_tiny("llama", tmp_path / "llama"), list[str]()
+    if name:
+        (folder / name).write_text("{}")
+    with warnings_to(said.append):
+        export(folder, layout=ALL, dry_run=True)
+    found = [one for one in said if "tokenizer.json" in one]
+    assert len(found) == (name == "tokenizer.model")
+    assert all(one.startswith("genai, transformersjs: the tokenizer is read from `tokenizer.json`") for one in found)

@@ -11,6 +11,7 @@ import torch
 from click.testing import CliRunner, Result
 
 import llmconv.cli
+from llmconv.checkpoint import write_small
 from llmconv.convert import to_hf
 from llmconv.export import export
 from llmconv.generation.runners import graphs_in_cache
@@ -74,6 +75,17 @@ def test_a_changed_model_is_exported_anew_and_the_old_graphs_are_removed(plain: 
     assert old is not None and new is not None and old != new
     assert not old.exists() and (new / "decode.onnx").is_file()
     assert (new / "model.safetensors").read_bytes() == content
+
+
+@pytest.mark.slow
+def test_further_chat_templates_come_along_and_a_changed_one_is_taken(plain: Path) -> None:
+    files = {"chat_template.jinja": b"plain", "additional_chat_templates/tool_use.jinja": b"tools"}
+    write_small(plain, files)
+    old = graphs_in_cache(plain)
+    assert old is not None and {name: (old / name).read_bytes() for name in files} == files
+    write_small(plain, {"additional_chat_templates/tool_use.jinja": b"other tools"})
+    new = graphs_in_cache(plain)
+    assert new is not None and (new / "additional_chat_templates/tool_use.jinja").read_bytes() == b"other tools"
 
 
 @pytest.mark.slow

@@ -167,7 +167,7 @@ TREE = {
         }
     },
 }
-OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}}
+OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": True}
 
 
 @pytest.mark.parametrize(
@@ -196,6 +196,32 @@ def test_a_text_is_accepted_as_jsonschema_says(compiler: Compiler, schema: Any, 
     assert accepts(compiler, Structure.of_schema(schema), text) == valid
     if valid:
         jsonschema.validate(json.loads(text), schema)
+
+
+LISTED: dict[str, Any] = {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["b"]}
+FREE, OUT_OF_ORDER = '{"b":1,"ab":2}', '{"b":1,"a":2}'
+
+
+@pytest.mark.parametrize(
+    ("schema", "free"),
+    [
+        (LISTED, False),  # as pydantic writes it
+        ({"$defs": {"one": LISTED}, "$ref": "#/$defs/one"}, False),
+        ({"anyOf": [LISTED, {"type": "null"}]}, False),
+        ({**LISTED, "additionalProperties": True}, True),
+        ({**LISTED, "patternProperties": {"^ab$": {"type": "integer"}}}, True),
+        ({**LISTED, "required": ["b", "ab"]}, True),
+        ({"allOf": [LISTED, {"properties": {"ab": {"type": "integer"}}}]}, True),
+        ({**LISTED, "anyOf": [{"required": ["ab"]}, {"required": ["b"]}]}, True),
+        ({"type": "object", "properties": {}}, True),
+    ],
+    ids=str,
+)
+def test_free_keys_are_those_that_a_schema_asks_for(compiler: Compiler, schema: dict[str, Any], free: bool) -> None:
+    """A property that comes out of order would otherwise end in a free key that begins like its name."""
+    assert accepts(compiler, Structure.of_schema(schema), FREE) is free
+    assert not accepts(compiler, Structure.of_schema(LISTED), OUT_OF_ORDER)
+    assert accepts(compiler, Structure.of_schema(LISTED), '{"a":2,"b":1}')
 
 
 @pytest.mark.parametrize("pattern", ["[a-c]{2,4}", "a/b|é+x", r"\d{2}\.\d", "(?i)yes|no", r"a\/b", "[/]x"])

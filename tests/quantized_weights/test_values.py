@@ -145,6 +145,20 @@ def test_zero_points_of_gptq_are_stored_less_one_with_carries() -> None:
     assert zero_points(word.view(np.int32), 4, less_one=False).tolist() == true.tolist()
 
 
+@pytest.mark.parametrize("meta", [None, {"quantizer": ["auto_gptq:0.7.1"]}, {"quantizer": ["gptqmodel:7.7.0"]}])
+def test_zero_points_of_0_are_read_only_where_gptqmodel_wrote_them(meta: Any, changed: Callable[..., Path]) -> None:
+    base = "gptq_4bit_act_order"
+    name = DOWN.replace(".weight", ".qzeros")
+    zeros = stored(FOLDER / base)[name].clone()
+    zeros[0, 0] = -1  # eight zero points of 0, each stored as 15
+    weight = opened(changed(base, {name: zeros}, meta=meta)).plain[DOWN]
+    if meta and "gptqmodel" in meta["quantizer"][0]:
+        assert np.isfinite(weight.read()).all()
+        return
+    with pytest.raises(UnsupportedInput, match=f"`{name}` has zero points of 0, which AutoGPTQ"):
+        weight.read()
+
+
 @pytest.mark.parametrize("dynamic", [{}, {"-:.*gate": {}}, {"+:.*down": {"group_size": 32}}])
 def test_symmetric_zero_points_that_are_stored_as_they_are(dynamic: Any, changed: Callable[..., Path]) -> None:
     base = "gptq_4bit_sym"

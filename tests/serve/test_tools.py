@@ -104,6 +104,14 @@ def test_ids_of_a_prompt_may_be_any_that_the_model_has(client: TestClient) -> No
     assert f"the token id {COLUMNS}, outside the model's vocabulary of {COLUMNS}" in refused["message"]
 
 
+@pytest.mark.parametrize("prompt", ["<|im_start|>user\nHi<|im_end|>", "two  spaces ", "Hi<|im_end|> x"])
+def test_echo_is_the_prompt_as_it_was_given(client: TestClient, prompt: str) -> None:
+    answer = ask(client, path="/v1/completions", prompt=prompt, echo=True, logprobs=0, max_tokens=0)["choices"][0]
+    assert answer["text"] == prompt
+    tokens, starts = answer["logprobs"]["tokens"], answer["logprobs"]["text_offset"]
+    assert [prompt[start:][: len(token)] for token, start in zip(tokens, starts, strict=True)] == tokens
+
+
 def says(text: str) -> dict[str, Any]:
     """Fields with which the model writes exactly this."""
     return {"guided_choice": [text]}

@@ -23,7 +23,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from llmconv.causal_lm import context_length
-from llmconv.checkpoint import Checkpoint, transposed
+from llmconv.checkpoint import Checkpoint, transposed, write_small
 from llmconv.convert.formats.gguf.format import in_float32, tensor_types, turned_names
 from llmconv.convert.formats.gguf.names import TURNED
 from llmconv.convert.from_hugging_face import open_model
@@ -243,8 +243,7 @@ def opened(file: Path, reference: Path | None) -> Iterator[tuple[FileModel, Chec
         config, files = {**given.config, "tie_word_embeddings": config["tie_word_embeddings"]}, {}
     with tempfile.TemporaryDirectory(prefix="llmconv-") as name:
         folder = Path(name)
-        for side, content in {**files, "config.json": json_bytes(config)}.items():
-            (folder / side).write_bytes(content)
+        write_small(folder, {**files, "config.json": json_bytes(config)})
         yield FileModel(file, checkpoint, folder, reference or folder), given
 
 

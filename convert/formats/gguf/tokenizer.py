@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 
-from llmconv.checkpoint import Checkpoint
+from llmconv.checkpoint import TEMPLATES, VOCABULARIES, Checkpoint
 from llmconv.convert.tokenizers import (
     MODEL,
     PATTERN,
@@ -24,7 +25,9 @@ from llmconv.convert.tokenizers import (
     SentencePieceModel,
     added_token,
     bos_template,
+    is_tiktoken,
     merges_of,
+    parse_sentencepiece,
     read_object,
     special_tokens,
     text_of,
@@ -38,6 +41,8 @@ from llmconv.errors import MalformedInput, UnsupportedInput, first_line
 CONTROL, USER_DEFINED, UNUSED, BYTE = 3, 4, 5, 6
 PADDING = re.compile(r"\[PAD\d+\]")
 """Tokens that llama.cpp's converter adds where the embedding has more rows than the vocabulary."""
+
+CHAT_TEMPLATE, NAME = "tokenizer.chat_template", re.compile(r"[A-Za-z0-9_]{1,64}")  # and names of further templates
 
 GIVE = "give the model's own tokenizer with `--tokenizer FOLDER`"
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -141,8 +146,13 @@ def tokenizer_files(metadata: Mapping[str, Any], source: str, warnings: list[str
         **{name: tokens[number] for name, number in ids.items() if number is not None},
     }
     files = {"tokenizer.json": tokenizer_bytes(content)}
-    if isinstance(template := metadata.get("tokenizer.chat_template"), str):
+    if isinstance(template := metadata.get(CHAT_TEMPLATE), str):
         files["chat_template.jinja"] = template.encode()
+        files |= {
+            f"{TEMPLATES}/{name}.jinja": one.encode()
+            for key, one in metadata.items()
+            if isinstance(one, str) and (name := key.removeprefix(f"{CHAT_TEMPLATE}.")) != key and NAME.fullmatch(name)
+        }
     files["tokenizer_config.json"] = tokenizer_bytes(settings)
     ends = [number for key in ("eos", "eot") if (number := _id(metadata, key, source)) is not None]
     if ends:
@@ -272,8 +282,9 @@ def tokenizer_keys(checkpoint: Checkpoint, rows: int, warnings: list[str]) -> tu
     They are read back: what `to-hf` would make of them must divide text as the tokenizer does. Raises UnsupportedInput
     for a tokenizer that a file cannot state, MalformedInput for a damaged one, or one of more tokens than rows.
     """
-    files, source = checkpoint.side_files, checkpoint.path.name
-    left = [name for name in files if name not in OWN]
+    files, source = _with_json(checkpoint.side_files, checkpoint.path.name), checkpoint.path.name
+    checkpoint = replace(checkpoint, side_files=files)
+    left = [name for name in files if name not in OWN and not name.startswith(f"{TEMPLATES}/")]
     if "tokenizer.json" not in files:
         return {"tokenizer.ggml.model": "no_vocab"}, [*files]
     content = read_object(files, "tokenizer.json")
@@ -292,6 +303,23 @@ def tokenizer_keys(checkpoint: Checkpoint, rows: int, warnings: list[str]) -> tu
             hint=OTHER,
         )
     return found, left
+
+
+def _with_json(files: Mapping[str, bytes], source: str) -> dict[str, bytes]:
+    """The files of a tokenizer with its `tokenizer.json`, made of sentencepiece's file if that is all there is.
+
+    Raises UnsupportedInput for other vocabularies without one, as older releases of transformers saved them.
+    """
+    if "tokenizer.json" in files or not (found := sorted(VOCABULARIES & files.keys())):
+        return dict(files)
+    if found == ["tokenizer.model"] and not is_tiktoken(data := files["tokenizer.model"]):
+        model = parse_sentencepiece(data)
+        if model.is_converted:
+            return {**files, "tokenizer.json": tokenizer_bytes(tokenizer_json(model))}
+    raise UnsupportedInput(
+        f"the tokenizer of `{source}` is `{found[0]}` alone, and what is written as GGUF is `tokenizer.json`",
+        hint=f"write one with transformers: `AutoTokenizer.from_pretrained('{source}').save_pretrained('{source}')`",
+    )
 
 
 def _as_loaded(content: dict[str, Any], files: Mapping[str, bytes], source: str) -> dict[str, Any]:
@@ -376,12 +404,22 @@ def _metadata(checkpoint: Checkpoint, content: Mapping[str, Any], rows: int, war
         if after[-1] != keys.get("eos_token_id"):
             keys |= {"eot_token_id": keys.get("eos_token_id", after[-1]), "eos_token_id": after[-1]}
     found = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-    template = files.get("chat_template.jinja", b"").decode() or settings.get("chat_template")
-    if isinstance(template, list):  # of several, one is for chats
-        named = {one.get("name"): one.get("template") for one in template}
-        template = named.pop("default", None)
-        warnings.append(f"a GGUF file has one chat template; left out: {', '.join(map(str, named))}")
-    return found | ({"tokenizer.chat_template": template} if isinstance(template, str) else {})
+    return found | _templates(files, settings)
+
+
+def _templates(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of the chat template, and of further ones by name, which llama.cpp uses as transformers does."""
+    given = settings.get("chat_template")
+    named = {one.get("name"): one.get("template") for one in given} if isinstance(given, list) else {"default": given}
+    if "chat_template.jinja" in files:
+        inner = [name for name in files if name.startswith(f"{TEMPLATES}/")]
+        named = {PurePosixPath(name).stem: files[name].decode() for name in inner}
+        named["default"] = files["chat_template.jinja"].decode()
+    default = named.pop("default", None)
+    texts = {re.sub(r"[^A-Za-z0-9]", "_", str(name)): text for name, text in named.items() if isinstance(text, str)}
+    keys: dict[str, Any] = {f"{CHAT_TEMPLATE}.{name}": text for name, text in sorted(texts.items())}
+    keys |= {"tokenizer.chat_templates": sorted(texts)} if texts else {}
+    return keys | ({CHAT_TEMPLATE: default} if isinstance(default, str) and default else {})
 
 
 def _ends(eos: int | None, checkpoint: Checkpoint, rows: int, warnings: list[str]) -> dict[str, int]:
@@ -472,7 +510,7 @@ def _around(step: Any) -> tuple[list[int], list[int]]:
     return [one for group in before for one in group or ()], [one for group in after for one in group or ()]
 
 
-OTHER = "use llama.cpp's converter, or remove `tokenizer.json` to write the model without a tokenizer"
+OTHER = "use llama.cpp's converter, or remove the tokenizer's files to write the model without one"
 
 
 def _words_of(content: Mapping[str, Any], source: str) -> str:

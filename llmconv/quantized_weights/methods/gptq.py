@@ -5,6 +5,8 @@ an output one below the other; `qzeros` int32 groups×(out·bits/32); `scales` g
 In the format `gptq` the zero points are stored less one, in `gptq_v2` as they are. `dynamic` has other bits and groups
 for some modules, by regular expressions; what they are follows from the shapes and `g_idx`. Some writers say `gptq` and
 store symmetric zero points as `gptq_v2` has them (vLLM's pull request 38966 names models): their value tells.
+A zero point of 0 is stored as all ones. GPTQModel undoes that with carries into the next ones; AutoGPTQ writes other
+bits, and it and vLLM read them as 0, or as one above the largest code: such files are refused.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ def _open(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any
         name,
         stem + SCALES,
         lambda: scales.read().T,
-        lambda: _zeros(config, zeros.read(), bits, less_one, stem)[:, :outputs].T,
+        lambda: _zeros(config, zeros.read(), bits, less_one, stem, outputs).T,
         groups,
         Packing(1, partial(unpack, bits=bits), partial(pack, bits=bits, width=words.shape[0])),
         1 << bits,
@@ -117,19 +119,27 @@ def _groups(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, A
     return groups % height
 
 
-def _zeros(config: Mapping[str, Any], words: Array, bits: int, less_one: bool, stem: str) -> Array:
-    """Zero points; those of `sym` are the middle code, which some kernels assume without reading them.
+def _zeros(config: Mapping[str, Any], words: Array, bits: int, less_one: bool, stem: str, outputs: int) -> Array:
+    """Zero points [groups, outputs]; those of `sym` are the middle code, which some kernels assume without reading.
 
     `dynamic` leaves modules out (`-:`), or has other settings for some, of which `sym` may be one.
     """
     middle, rules = 1 << (bits - 1), config.get("dynamic")
     others = [rule for rule in rules.values() if isinstance(rule, Mapping)] if isinstance(rules, Mapping) else []
+    as_stored, found = unpack(words, bits)[:, :outputs], zero_points(words, bits, less_one)[:, :outputs]
     if config.get("sym") is not True or any("sym" in rule for rule in others):
-        return zero_points(words, bits, less_one)
-    as_stored = unpack(words, bits)
+        if less_one and not _by_gptqmodel(config) and (as_stored == 2 * middle - 1).any():
+            problem = f"`{stem}{ZEROS}` has zero points of 0, which AutoGPTQ, GPTQModel and vLLM read differently"
+            raise UnsupportedInput(problem, hint="save it as `gptq_v2`, or take the model it was quantized from")
+        return found
     if less_one and (as_stored == middle).all():
         return as_stored
-    return require_middle(zero_points(words, bits, less_one), middle, stem + ZEROS)
+    return require_middle(found, middle, stem + ZEROS)
+
+
+def _by_gptqmodel(config: Mapping[str, Any]) -> bool:
+    meta = config.get("meta")
+    return isinstance(meta, Mapping) and "gptqmodel" in str(meta.get("quantizer")).lower()
 
 
 def zero_points(words: Array, bits: int, less_one: bool) -> Array:

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from llmconv.checkpoint import open_checkpoint, read_json
+from llmconv.checkpoint import TEMPLATES, open_checkpoint, read_json, write_small
 from llmconv.convert import from_hf, to_hf
 from llmconv.convert.formats.gguf.codes import OFFSETS
 from llmconv.convert.formats.gguf.names import LLAMA
@@ -354,6 +354,63 @@ def test_a_tokenizer_goes_and_comes_back(tiny_model: Path, tmp_path: Path, pre: 
     assert [first.encode(text).ids for text in TEXTS] == [second.encode(text).ids for text in TEXTS]
     for name in ("chat_template.jinja", "generation_config.json", "tokenizer_config.json"):
         assert (tmp_path / "hf" / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_a_folder_with_the_file_of_sentencepiece_alone_keeps_its_tokenizer(
+    tiny_model: Path, tmp_path: Path, prefix: bool
+) -> None:
+    folder, model = shutil.copytree(tiny_model, tmp_path / "hf"), piece_model(prefix=prefix)
+    write_small(folder, {"tokenizer.model": model, "tokenizer_config.json": b'{"add_bos_token": true}'})
+    from_hf(folder, tmp_path / "out", to="gguf")
+    to_hf(tmp_path / "out", tmp_path / "back")
+    original = sentencepiece.SentencePieceProcessor(model_proto=model)
+    found = Tokenizer.from_file(str(tmp_path / "back/tokenizer.json"))
+    for text in ["the cat", "  two  dogs", "naïve 漢字 🙂\n\ttabs", ""]:
+        assert found.encode(text).ids == [original.bos_id(), *original.encode(text)]
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "vocab.txt", "spiece.model", "tokenizer.model"])
+def test_a_vocabulary_without_tokenizer_json_is_not_left_out(tiny_model: Path, tmp_path: Path, name: str) -> None:
+    """As tokenizers of Python saved them; `tokenizer.model` may be tiktoken's."""
+    folder = shutil.copytree(tiny_model, tmp_path / "hf")
+    write_small(folder, {name: b"IQ== 0\nIg== 1\n"})
+    with pytest.raises(UnsupportedInput, match=f"is `{name}` alone") as caught:
+        from_hf(folder, tmp_path / "out", to="gguf")
+    assert "AutoTokenizer" in str(caught.value.hint) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["files", "list"])
+def test_further_chat_templates_go_and_come_back(tiny_model: Path, tmp_path: Path, listed: bool) -> None:
+    """Keys are those of the package `gguf`; transformers has the templates in files, older versions in a list."""
+    texts = {"default": "plain {{ messages }}", "tool_use": "tools {{ tools }}"}
+    named = [{"name": name, "template": text} for name, text in texts.items()]
+    folder = changed(tiny_model, tmp_path / "hf")
+    if listed:
+        file = folder / "tokenizer_config.json"
+        file.write_text(json.dumps({**read_json(file), "chat_template": named}))
+    else:
+        write_small(
+            folder,
+            {"chat_template.jinja": b"plain {{ messages }}", f"{TEMPLATES}/tool_use.jinja": b"tools {{ tools }}"},
+        )
+    from_hf(folder, tmp_path / "out", to="gguf")
+    writer = GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_chat_template(named)
+    written = {key: value.value for key, value in writer.kv_data[0].items() if "chat" in key}
+    fields = GGUFReader(next((tmp_path / "out").glob("*.gguf"))).fields
+    assert {key: field.contents() for key, field in fields.items() if "chat" in key} == written
+    to_hf(tmp_path / "out", tmp_path / "back")
+    assert AutoTokenizer.from_pretrained(tmp_path / "back").chat_template == texts
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", "", "a" * 65])
+def test_names_of_chat_templates_are_no_paths(tiny_model: Path, tmp_path: Path, name: str) -> None:
+    content = trained("")
+    add = byte_level(content, "gpt-2", bos=300, eos=300, rows=512)
+    more = {"tokenizer.chat_template": "a", f"tokenizer.chat_template.{name}": "b"}
+    to_hf(write_gguf(tiny_model, tmp_path / "x.gguf", tokenizer=add, more=more), tmp_path / "hf")
+    assert not (tmp_path / "hf" / TEMPLATES).exists()
 
 
 def changed(model: Path, folder: Path, **parts: Any) -> Path:

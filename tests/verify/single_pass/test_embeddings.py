@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import onnx
@@ -13,11 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from llmconv.checkpoint import write_small
 from llmconv.convert.inspection import inspect
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export import export
 from llmconv.export.tracing import single_pass
 from llmconv.verify import Report, verify
+from llmconv.verify.other_exporters.quantized.dequantized_reference import plain_model
 from tests.builders.embedding_models import (
     IDENTITY,
     TANH,
@@ -27,6 +30,7 @@ from tests.builders.embedding_models import (
     write_config,
     write_modules,
 )
+from tests.builders.quantized_models import FOLDER as QUANTIZED
 from tests.builders.tracing import trace_once
 
 trace_once()
@@ -274,3 +278,18 @@ def test_a_module_that_verify_does_not_know_is_refused(qwen: Path, tmp_path: Pat
     write_modules(folder, [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_LayerNorm", "LayerNorm")])
     with pytest.raises(UnsupportedInput, match="2_LayerNorm"):
         verify(folder)
+
+
+@pytest.mark.slow
+def test_codes_of_a_graph_without_a_cache_are_not_called_another_model(tmp_path: Path) -> None:
+    export(QUANTIZED / "gptq_4bit_sym", tmp_path / "made", no_cache=True)
+    with pytest.raises(UnsupportedInput, match="has quantized weights, which `verify` compares in graphs with a cache"):
+        verify(tmp_path / "made", reference=QUANTIZED / "gptq_4bit_sym")
+
+
+def test_the_plain_copy_of_a_quantized_model_takes_its_further_chat_templates(tmp_path: Path) -> None:
+    folder = shutil.copytree(QUANTIZED / "gptq_4bit_sym", tmp_path / "base")
+    write_small(folder, {"additional_chat_templates/tool_use.jinja": b"tools"})
+    with ExitStack() as stack:
+        copy = plain_model(folder, stack).folder
+        assert (copy / "additional_chat_templates/tool_use.jinja").read_bytes() == b"tools"

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from llmconv.checkpoint import open_checkpoint, read_json
+from llmconv.checkpoint import open_checkpoint, read_json, write_small
 from llmconv.files.safetensors_file import read_header
 from llmconv.output.plan import json_bytes
 from llmconv.quantized_weights.quantized_checkpoint import FIELD, quantized_checkpoint
@@ -293,9 +293,7 @@ def plain_model(folder: Path, stack: ExitStack) -> ComputedModel:
     if not read_json(folder / "config.json").get(FIELD) or not (found := quantized_checkpoint(open_checkpoint(folder))):
         return ComputedModel(folder)
     copy = Path(stack.enter_context(TemporaryDirectory(prefix="llmconv-plain-")))
-    (copy / "config.json").write_bytes(json_bytes({**found.plain.config, "dtype": "float32"}))
-    for side, content in found.plain.side_files.items():
-        (copy / side).write_bytes(content)
+    write_small(copy, {**found.plain.side_files, "config.json": json_bytes({**found.plain.config, "dtype": "float32"})})
     codes = {name: weight.integers for name, weight in found.weights.items()}
     kept = {name: one.scale_dtype for name, one in codes.items() if one and one.has_operator}  # onnxruntime runs these
     return ComputedModel(copy, dict(found.plain), kept)
