@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,7 @@ class LoadingGaps:
     unexpected: list[str]  # stored tensors that the model does not have
     mismatched: dict[str, tuple[Shape, Shape]]  # name to the stored shape and the model's
     ignored: list[str]  # stored tensors that the model does not have, and that its class ignores
+    copies: Mapping[str, str] = field(default_factory=dict)  # stored tensor to another that fills the same one
 
 
 def meta_model(config: Mapping[str, Any], class_name: str = "", dtype: str = "float32") -> Any:
@@ -96,6 +97,9 @@ def gaps_of(model: Any, shapes: Mapping[str, Shape]) -> LoadingGaps:
     """What transformers would report after loading these shapes into a meta model; NotBuildable: a conversion fails."""
     mapping = get_model_conversion_mapping(model)
     options = LoadStateDictConfig(dtype=torch.float32, device_map={"": "meta"}, weight_mapping=mapping)
+    with _failing():
+        if copies := _copies(model, shapes, mapping):
+            return LoadingGaps([], [], {}, [], copies)
     with _failing(), quiet():
         stored = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         report, _ = core_model_loading.convert_and_load_state_dict_in_model(model, stored, options)
@@ -108,6 +112,20 @@ def gaps_of(model: Any, shapes: Mapping[str, Shape]) -> LoadingGaps:
     missing = [name for name in model.state_dict() if name in report.missing_keys - tied - mismatched.keys()]
     ignored = sorted(unexpected - {*report.unexpected_keys})
     return LoadingGaps(missing, sorted(report.unexpected_keys), mismatched, ignored)
+
+
+def _copies(model: Any, names: Iterable[str], mapping: list[Any]) -> dict[str, str]:
+    """Stored names to another one that fills the same tensor of a model: by its own name, or by another rule."""
+    renamings, converters = _kinds(mapping)
+    rules = {pattern: number for number, rule in enumerate(converters) for pattern in rule.source_patterns}
+    known, first = model.state_dict(), dict[str, tuple[str, int | None]]()
+    copies: dict[str, str] = {}
+    for name in names:
+        new, pattern = core_model_loading.rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        other, rule = first.setdefault(new, (name, rules.get(str(pattern))))
+        if other != name and new in known and (rule is None or rule != rules.get(str(pattern))):
+            copies[name] = other
+    return copies
 
 
 def model_of_class(config: Mapping[str, Any], name: str, dtype: str = "float32") -> Any:
