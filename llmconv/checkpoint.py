@@ -151,6 +151,20 @@ def refuse_unmerged(names: Iterable[str], config: Mapping[str, Any], source: str
         )
 
 
+class TwoCopies(MalformedInput):
+    """Files have the same weights under two names."""
+
+
+def refuse_copies(copies: Mapping[str, str], source: str) -> None:
+    """Raises TwoCopies for stored tensors that are the same weight as another one, or a part of it."""
+    if copies:
+        name, other = next(iter(copies.items()))
+        raise TwoCopies(
+            f"`{source}` has {len(copies)} weights twice: `{name}` is also in `{other}`, and readers take either",
+            hint="two models, or two versions of one, are mixed in these files; write the trained one alone",
+        )
+
+
 WRAPPED = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module|_forward_module|_orig_module)\."
 )

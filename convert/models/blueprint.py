@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
+from llmconv.checkpoint import refuse_copies
 from llmconv.convert.algebra import require, reshaped, slice_rows
 from llmconv.convert.models.torch_stand_ins import Buffer, Module, Tensor, Unreadable
 from llmconv.convert.models.transformers_source import (
@@ -329,20 +330,6 @@ def _stacked_too(names: Iterable[str], shapes: Mapping[str, Shape], rules: list[
     """Those of `names` that are experts of a stack that is also there, with its name."""
     parts = {part: name for name, shape in shapes.items() for part in experts(name, shape, rules)}
     return {name: parts[name] for name in names if name in parts}
-
-
-def refuse_copies(copies: Mapping[str, str], source: str) -> None:
-    """Raises TwoCopies for stored tensors that are the same weight as another one, or a part of it."""
-    if copies:
-        name, other = next(iter(copies.items()))
-        raise TwoCopies(
-            f"`{source}` has {len(copies)} weights twice: `{name}` is also in `{other}`, and readers take either",
-            hint="two models, or two versions of one, are mixed in these files; write the trained one alone",
-        )
-
-
-class TwoCopies(MalformedInput):
-    """Files have the same weights under two names."""
 
 
 def _gaps(names: Iterable[str], plan: Blueprint, shapes: Mapping[str, Shape]) -> tuple[list[str], list[str]]:

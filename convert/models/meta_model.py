@@ -32,7 +32,7 @@ from llmconv.convert.algebra import Lines, Origin
 from llmconv.convert.models.blueprint import constructor_fields
 from llmconv.convert.models.torch_stand_ins import MODULE_LIMIT
 from llmconv.errors import first_line
-from llmconv.runtime.eager.stored_tensors import kept_in_float32
+from llmconv.runtime.eager.stored_tensors import copies_of, kept_in_float32
 
 # Fields by which a configuration could have transformers load code or weights from elsewhere; never passed on
 FETCHING = re.compile(r"^_|_implementation$|backbone|^auto_map$|^trust_remote_code$|^custom_pipelines$|name_or_path$")
@@ -98,7 +98,7 @@ def gaps_of(model: Any, shapes: Mapping[str, Shape]) -> LoadingGaps:
     mapping = get_model_conversion_mapping(model)
     options = LoadStateDictConfig(dtype=torch.float32, device_map={"": "meta"}, weight_mapping=mapping)
     with _failing():
-        if copies := _copies(model, shapes, mapping):
+        if copies := copies_of(model, shapes):
             return LoadingGaps([], [], {}, [], copies)
     with _failing(), quiet():
         stored = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
@@ -112,20 +112,6 @@ def gaps_of(model: Any, shapes: Mapping[str, Shape]) -> LoadingGaps:
     missing = [name for name in model.state_dict() if name in report.missing_keys - tied - mismatched.keys()]
     ignored = sorted(unexpected - {*report.unexpected_keys})
     return LoadingGaps(missing, sorted(report.unexpected_keys), mismatched, ignored)
-
-
-def _copies(model: Any, names: Iterable[str], mapping: list[Any]) -> dict[str, str]:
-    """Stored names to another one that fills the same tensor of a model: by its own name, or by another rule."""
-    renamings, converters = _kinds(mapping)
-    rules = {pattern: number for number, rule in enumerate(converters) for pattern in rule.source_patterns}
-    known, first = model.state_dict(), dict[str, tuple[str, int | None]]()
-    copies: dict[str, str] = {}
-    for name in names:
-        new, pattern = core_model_loading.rename_source_key(name, renamings, converters, model.base_model_prefix, known)
-        other, rule = first.setdefault(new, (name, rules.get(str(pattern))))
-        if other != name and new in known and (rule is None or rule != rules.get(str(pattern))):
-            copies[name] = other
-    return copies
 
 
 def model_of_class(config: Mapping[str, Any], name: str, dtype: str = "float32") -> Any:

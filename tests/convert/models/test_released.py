@@ -15,10 +15,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
 
-from llmconv.convert import to_gguf, to_hf
-from llmconv.convert.models.blueprint import TwoCopies, refuse_shapes, released
+from llmconv.checkpoint import TwoCopies
+from llmconv.compressed import quantize
+from llmconv.convert import extract_delta, to_gguf, to_hf
+from llmconv.convert.models.blueprint import refuse_shapes, released
 from llmconv.convert.models.completeness import check_complete, check_folder
-from llmconv.errors import MalformedInput
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.runtime.eager.torch_runner import TorchRunner
 from llmconv.tensors import BY_NAME, LazyTensor, in_memory
 
 SIZES: dict[str, Any] = {
@@ -92,7 +95,18 @@ def test_experts_in_stacks_and_one_by_one_are_refused(twice: Path, tmp_path: Pat
         to_hf(twice, tmp_path / "out", dtype="float16")
     with pytest.raises(TwoCopies, match=said):
         to_gguf(twice, tmp_path / "out.gguf")
+    with pytest.raises(InputRefused):
+        TorchRunner(twice)
     assert not {path.name for path in tmp_path.iterdir()} & {"out", "out.gguf"}
+
+
+def test_a_weight_under_two_names_is_not_run_as_either(tmp_path: Path) -> None:
+    model("llama").save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file(state | {name.removeprefix("model."): state[name] * 2}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(MalformedInput, match="weights twice"):
+        TorchRunner(tmp_path)
 
 
 def test_a_weight_under_two_names_of_a_model_with_images_is_refused() -> None:
@@ -137,3 +151,22 @@ def test_the_embedding_of_a_resized_mllama_is_explained() -> None:
     with pytest.raises(MalformedInput) as caught:
         refuse_shapes({name: ((310, 32), (311, 32))}, "x")
     assert "--config" in caught.value.hint
+
+
+def test_a_run_that_has_stacks_is_quantized_and_compared_as_the_released_model(tmp_path: Path) -> None:
+    one = model("qwen3_moe")
+    one.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        one.model.layers[0].self_attn.q_proj.weight[1, 2] += 1
+    one.save_pretrained(tmp_path / "stacks", save_original_format=False)
+    one.save_pretrained(tmp_path / "plain")
+    for name in ("stacks", "plain"):
+        quantize(tmp_path / name, tmp_path / f"{name}8", scheme="w8a8")
+        extract_delta(tmp_path / "base", tmp_path / name, tmp_path / f"{name}_delta", rank=2)
+    for end, file in (("8", "model"), ("_delta", "adapter_model")):
+        found = [load_file(tmp_path / f"{name}{end}/{file}.safetensors") for name in ("stacks", "plain")]
+        assert found[0].keys() == found[1].keys()
+        assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+    with pytest.raises(UnsupportedInput, match="here experts in stacks") as caught:
+        quantize(tmp_path / "stacks", tmp_path / "out", scheme="w4a16", quant_block=4, calibrate="default")
+    assert "one tensor per expert" in caught.value.hint
