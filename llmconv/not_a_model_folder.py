@@ -154,6 +154,19 @@ def foreign_file(head: bytes, name: str) -> UnsupportedInput | None:
     return UnsupportedInput(message, hint=hints.get(kind[:5], "give a checkpoint or a Hugging Face model folder"))
 
 
+def _part_of_a_model(path: Path) -> InputRefused | None:
+    """The error for a file of weights, or one beside them."""
+    if path.suffix == ".json" and _mark(path.parent) == "a model":
+        return InputRefused(f"`{path.name}` is one file of a model folder", hint=f"give its folder: `{path.parent}`")
+    if path.suffix != ".safetensors":
+        return None
+    if (path.parent / "config.json").is_file():
+        problem = f"`{path.name}` is a weights file, not a model folder"
+        return InputRefused(problem, hint=f"give its folder: `{path.parent}`")
+    hint = f"put `config.json` next to it and give the folder, or run `llmconv to-hf {path} --config CONFIG -o OUT`"
+    return InputRefused(f"`{path.name}` is a weights file without the model's `config.json`", hint=hint)
+
+
 def _file(path: Path) -> InputRefused | None:
     try:
         with open_source(path) as file:
@@ -164,12 +177,8 @@ def _file(path: Path) -> InputRefused | None:
         return MalformedInput(f"`{path.name}` is empty", hint="copy it again from where it was saved")
     if found := foreign_file(head, path.name):
         return found
-    if path.suffix == ".safetensors":
-        if (path.parent / "config.json").is_file():
-            problem = f"`{path.name}` is a weights file, not a model folder"
-            return InputRefused(problem, hint=f"give its folder: `{path.parent}`")
-        hint = f"put `config.json` next to it and give the folder, or run `llmconv to-hf {path} --config CONFIG -o OUT`"
-        return InputRefused(f"`{path.name}` is a weights file without the model's `config.json`", hint=hint)
+    if found := _part_of_a_model(path):
+        return found
     if path.suffix == ".onnx":
         problem = f"`{path.name}` is an ONNX graph, not a model folder"
         return UnsupportedInput(problem, hint="give the Hugging Face folder that it was exported from")

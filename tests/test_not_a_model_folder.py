@@ -239,6 +239,14 @@ def test_the_error_for_graphs_of_another_exporter_has_the_command_to_verify_them
 # Models that are not causal language models
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors.index.json"])
+def test_a_json_file_of_a_model_is_answered_with_its_folder(name: str, tmp_path: Path) -> None:
+    file = model(tmp_path / "x") / name
+    file.write_text(file.read_text() if file.exists() else "{}")
+    done = llmconv("export", file)
+    assert done.exit_code == 3 and f"give its folder: `{tmp_path / 'x'}`" in done.stderr
+
+
 def test_shards_without_the_first_and_without_an_index_are_no_folder_to_convert(tmp_path: Path) -> None:
     folder = model(tmp_path / "x")
     (folder / "model.safetensors").rename(folder / "model-00002-of-00003.safetensors")
