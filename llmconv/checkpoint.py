@@ -155,8 +155,15 @@ class TwoCopies(MalformedInput):
     """Files have the same weights under two names."""
 
 
-def refuse_copies(copies: Mapping[str, str], source: str) -> None:
-    """Raises TwoCopies for stored tensors that are the same weight as another one, or a part of it."""
+def _are_equal(one: LazyTensor, other: LazyTensor) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return all(one.rows(*block).tobytes() == other.rows(*block).tobytes() for block in one.blocks())
+
+
+def refuse_copies(copies: Mapping[str, str], tensors: Mapping[str, LazyTensor], source: str) -> None:
+    """Raises TwoCopies for `tensors` that are the same weight as another one, or a part of it, and not equal to it."""
+    copies = {name: other for name, other in copies.items() if not _are_equal(tensors[name], tensors[other])}
     if copies:
         name, other = next(iter(copies.items()))
         raise TwoCopies(

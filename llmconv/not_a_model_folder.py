@@ -177,8 +177,8 @@ def _file(path: Path) -> InputRefused | None:
         return MalformedInput(f"`{path.name}` is empty", hint="copy it again from where it was saved")
     if found := foreign_file(head, path.name):
         return found
-    if found := _part_of_a_model(path):
-        return found
+    if part := _part_of_a_model(path):
+        return part
     if path.suffix == ".onnx":
         problem = f"`{path.name}` is an ONNX graph, not a model folder"
         return UnsupportedInput(problem, hint="give the Hugging Face folder that it was exported from")

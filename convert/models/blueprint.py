@@ -311,7 +311,7 @@ def compare(tensors: Mapping[str, LazyTensor], plan: Blueprint, source: str) -> 
             stored |= (name not in there and experts(name, shape, rules)) or {name: shape}
         shapes = stored
         missing, unexpected = _gaps(names.values(), plan, shapes)
-        refuse_copies(_stacked_too(unexpected, shapes, rules), source)
+        refuse_copies(_stacked_too(unexpected, names, shapes, rules), tensors, source)
         if (missing or unexpected) and not all(is_known(rule) for rule in rules):
             return False
     refuse_gaps(missing, unexpected, plan.model_type, source)
@@ -326,10 +326,13 @@ def compare(tensors: Mapping[str, LazyTensor], plan: Blueprint, source: str) -> 
     return None not in wanted.values()
 
 
-def _stacked_too(names: Iterable[str], shapes: Mapping[str, Shape], rules: list[Any]) -> dict[str, str]:
-    """Those of `names` that are experts of a stack that is also there, with its name."""
-    parts = {part: name for name, shape in shapes.items() for part in experts(name, shape, rules)}
-    return {name: parts[name] for name in names if name in parts}
+def _stacked_too(
+    unexpected: Iterable[str], names: Mapping[str, str], shapes: Mapping[str, Shape], rules: list[Any]
+) -> dict[str, str]:
+    """Stored experts of a stack that is also there, with its stored name; `names`: stored name to that in memory."""
+    stored = {now: name for name, now in names.items()}
+    parts = {part: stored.get(name) for name, shape in shapes.items() for part in experts(name, shape, rules)}
+    return {stored[name]: stack for name in unexpected if (stack := parts.get(name))}
 
 
 def _gaps(names: Iterable[str], plan: Blueprint, shapes: Mapping[str, Shape]) -> tuple[list[str], list[str]]:

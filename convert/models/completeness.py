@@ -217,7 +217,7 @@ def _refuse_differences(
     keeps_others: bool = False,
 ) -> list[str]:
     """Refuses what transformers would report after loading, except what it passes over (and the unexpected)."""
-    refuse_copies(gaps.copies, source)
+    refuse_copies(gaps.copies, tensors, source)
     missing = [name for name in gaps.missing if not blueprints.COMPUTED.search(name)]
     unexpected = [] if keeps_others else gaps.unexpected
     blueprints.refuse_gaps(missing, unexpected, str(config.get("model_type")), source)

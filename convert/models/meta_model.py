@@ -97,11 +97,9 @@ def gaps_of(model: Any, shapes: Mapping[str, Shape]) -> LoadingGaps:
     """What transformers would report after loading these shapes into a meta model; NotBuildable: a conversion fails."""
     mapping = get_model_conversion_mapping(model)
     options = LoadStateDictConfig(dtype=torch.float32, device_map={"": "meta"}, weight_mapping=mapping)
-    with _failing():
-        if copies := copies_of(model, shapes):
-            return LoadingGaps([], [], {}, [], copies)
     with _failing(), quiet():
-        stored = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        copies = copies_of(model, shapes)
+        stored = {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if name not in copies}
         report, _ = core_model_loading.convert_and_load_state_dict_in_model(model, stored, options)
         if report.conversion_errors:
             raise NotBuildable(first_line(next(iter(report.conversion_errors.values())), 120))
@@ -111,7 +109,7 @@ def gaps_of(model: Any, shapes: Mapping[str, Shape]) -> LoadingGaps:
     mismatched = {name: (tuple(found), tuple(wanted)) for name, found, wanted in report.mismatched_keys}
     missing = [name for name in model.state_dict() if name in report.missing_keys - tied - mismatched.keys()]
     ignored = sorted(unexpected - {*report.unexpected_keys})
-    return LoadingGaps(missing, sorted(report.unexpected_keys), mismatched, ignored)
+    return LoadingGaps(missing, sorted(report.unexpected_keys), mismatched, ignored, copies)
 
 
 def model_of_class(config: Mapping[str, Any], name: str, dtype: str = "float32") -> Any:

@@ -139,7 +139,7 @@ def require_loaded(model: Any, report: Mapping[str, Any], stored: Mapping[str, L
     (transformers makes them up) or there twice, the model leaves out weights of its modules or of further layers, or
     weights are integers without a quantization that explains them.
     """
-    refuse_copies(copies_of(model, stored), folder.name)
+    refuse_copies(copies_of(model, stored), stored, folder.name)
     if names := sorted(report["missing_keys"]):
         problem = f"missing keys: {len(names)} tensors of the model are not in `{folder}`, first `{names[0]}`"
         raise MalformedInput(problem, hint="is this the config.json of these weights?")
