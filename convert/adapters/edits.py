@@ -130,10 +130,11 @@ class Edits:
 
     def _require_saved(self, adapter: Adapter, homes: Mapping[str, str]) -> None:
         """Refuses an adapter without the weights of a module of the base that it trained as a whole."""
+        by_tie = self.tied if {*self.tied} & {*homes.values()} else ()
         for module in adapter.config.modules_to_save:
             if any(parts_from_saved(name, (module,)) for name in (*adapter.whole, *homes.values())):
                 continue
-            lost = [name for name in self.tensors if parts_from_saved(name, (module,)) and name not in self.tied]
+            lost = [name for name in self.tensors if parts_from_saved(name, (module,)) and name not in by_tie]
             if lost:
                 raise MalformedInput(
                     f"`{adapter.name}` lacks `{lost[0]}`, which it trained by its `modules_to_save` ({module})",
