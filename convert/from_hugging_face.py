@@ -15,6 +15,7 @@ from llmconv.argument_checks import OWN, checked
 from llmconv.causal_lm import mtp_tensors, require_model_type
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.formats import formats
+from llmconv.convert.models.blueprint import released
 from llmconv.convert.models.completeness import as_loaded, check_complete
 from llmconv.convert.models.head_and_dtype import check_dtype, plain_tensors, settle_head, with_cast
 from llmconv.convert.models.model_config import SHARD_LIMIT
@@ -218,7 +219,7 @@ def open_model(path: Path) -> Checkpoint:
     """A Hugging Face folder, without buffers and a tied head; InputRefused if missing, incomplete, or quantized."""
     checkpoint = open_checkpoint(path)
     require_model_type(checkpoint.config, path.name)
-    tensors = plain_tensors(checkpoint)
+    tensors = dict(released(plain_tensors(checkpoint), checkpoint.config))
     if named := model_class(checkpoint.config):
         raise UnsupportedInput(
             f"`{path.name}` has code of its own (`{named[:80]}`), which no training format holds",

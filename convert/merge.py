@@ -215,12 +215,19 @@ def plan_merge(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe) ->
         merged=tuple(name for name in result if name in edits.changes),
         replaced=tuple(name for name in result if name in {**edits.whole, **edits.tokens} and name in plain),
         added=tuple(name for name in result if name not in plain),
-        warnings=(*base.warnings, *edits.warnings, *check_folder(result.tensors, result.config, base.path.name)),
+        warnings=(*base.warnings, *edits.warnings, *_checked(result, base, edits, adapters)),
         edits=edits,
     )
     notes = (*_of_same_weights(adapters), *_without_effect(plain, result, merge, adapters))
     merge = replace(merge, warnings=(*merge.warnings, *notes))
     return _stored(quantized, result, merge, recipe) if quantized else merge
+
+
+def _checked(result: Checkpoint, base: Checkpoint, edits: Edits, adapters: Sequence[Adapter]) -> list[str]:
+    """As `check_folder`; what an adapter has brought is not called the base's."""
+    brought = any(edits.whole[name].shape != base[name].shape for name in edits.whole if name in base)
+    names = [base.path.name, *(adapter.name for adapter in adapters if brought)]
+    return check_folder(result.tensors, result.config, " with ".join(names))
 
 
 def _quantized(base: Checkpoint, recipe: Recipe) -> QuantizedBase | None:

@@ -114,7 +114,8 @@ def recognized(path: Path) -> tuple[Path, Format | None]:
     is_other = found or is_model_folder(inside) or (inside / ADAPTER_CONFIG).is_file()
     files = checkpoint_files(inside) if inside.is_dir() and not is_other else []
     if len({file.resolve() for file in files}) == 1:  # links to it count as one
-        return files[0], detect(files[0])
+        kind = detect(files[0])
+        return (files[0], kind) if kind or not _explain_nested(inside) else (inside, None)
     return inside, found
 
 
@@ -315,12 +316,15 @@ def _explain_folder(folder: Path) -> LlmconvError:
             f"`{folder}` is a Lightning checkpoint that DeepSpeed wrote",
             hint=f"give the folder inside: `{folder / 'checkpoint'}`",
         )
-    if checkpoints := checkpoint_files(folder):
+    checkpoints = checkpoint_files(folder)
+    if not any(map(detect, checkpoints)) and (nested := _explain_nested(folder)):
+        return nested
+    if checkpoints:
         return InputRefused(
             f"`{folder}` contains {len(checkpoints)} checkpoint files, and not as the shards of one",
             hint=f"name the file, such as `{checkpoints[-1]}`",
         )
-    return known_refusal(folder) or _explain_nested(folder) or _unknown(folder)
+    return known_refusal(folder) or _unknown(folder)
 
 
 def _explain_nested(folder: Path) -> LlmconvError | None:
@@ -332,10 +336,11 @@ def _explain_nested(folder: Path) -> LlmconvError | None:
         kinds = (training_file_kind(f"{entry.name}.pt") for entry in below)  # the folder of an optimizer is not a model
         found = [entry for entry, kind in zip(below, kinds, strict=True) if not kind and is_folder(entry)]
         if found:
-            inner = found[0].relative_to(folder).as_posix()
+            inner, words = found[0].relative_to(folder).as_posix(), found[0].parent / "tokenizer"
+            more = f", and its tokenizer with `--tokenizer {words}`" if words.is_dir() else ""
             return InputRefused(
                 f"`{folder.name}` is not a checkpoint itself; `{inner}` in it is a distributed one",
-                hint=f"give that folder: `{found[0]}`; `config.json` may be given with `--config`",
+                hint=f"give that folder: `{found[0]}`; `config.json` may be given with `--config`{more}",
             )
     return None
 

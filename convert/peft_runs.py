@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.causal_lm import require_model_type
-from llmconv.checkpoint import Checkpoint, open_checkpoint, unmerged
+from llmconv.checkpoint import Checkpoint, open_checkpoint, refuse_mlx_layers, unmerged
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.edits import base_in_memory
 from llmconv.convert.adapters.lora_config import FORMULA, AdapterFields, parse_config
@@ -66,12 +66,14 @@ def find_adapter(stored: Mapping[str, Any], tensors: Mapping[str, LazyTensor], p
     trained parts that were not saved.
     """
     config, _ = without_code(dict(stored))
+    refuse_mlx_layers(tensors, path.name)
     if not config:
         names = listing(unmerged(tensors, {}))
         raise MalformedInput(
             f"`{path.name}` holds tensors of an adapter that is not merged, and their scale is unknown: {names}",
             hint="put the run's `adapter_config.json` next to it; of Composer, give one saved with its `integrations`",
         )
+    tensors = _without_attribute(tensors)
     if not any(name.startswith(PREFIX) for name in tensors):  # the inner model of a PeftModel, saved alone
         tensors = {PREFIX + name: tensor for name, tensor in tensors.items()}
     _require(path, config, tensors)
@@ -105,6 +107,13 @@ def find_adapter(stored: Mapping[str, Any], tensors: Mapping[str, LazyTensor], p
             found.adapter[name] = tensor
     _require_complete(found)
     return found
+
+
+def _without_attribute(tensors: Mapping[str, LazyTensor]) -> Mapping[str, LazyTensor]:
+    """The tensors without the name that a trainer's module has for the PeftModel in it, which is before all of them."""
+    starts = {name[:at] if (at := name.find(PREFIX)) >= 0 else None for name in tensors}
+    start = next(iter(starts), None) if len(starts) == 1 else None
+    return {name.removeprefix(start): tensor for name, tensor in tensors.items()} if start else tensors
 
 
 def _base_name(name: str) -> str:

@@ -129,8 +129,26 @@ def unmerged(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
     return [] if own else found
 
 
+MLX_LAYER = re.compile(r"\.(?:lora_[ab]|linear\.(?:weight|bias|scales|biases))$")
+"""Parts of a layer of mlx-lm with LoRA (`tuner/lora.py`), whose scale is in no file."""
+
+
+def refuse_mlx_layers(names: Iterable[str], source: str) -> None:
+    """MalformedInput for a model that mlx-lm saved with its adapter in it, not fused."""
+    found = [name for name in names if MLX_LAYER.search(name)]
+    if any(name.endswith(".lora_a") for name in found) and any(".linear." in name for name in found):
+        raise MalformedInput(
+            f"`{source}` contains {len(found)} tensors {UNMERGED_SAYS}, of mlx-lm's LoRA layers, whose scale is in no "
+            f"file: {listing(found)}",
+            hint="merge the run's adapter, the folder with `adapters.safetensors`, into the model it was trained on: "
+            "`llmconv merge-lora BASE ADAPTER -o OUT`",
+        )
+
+
 def refuse_unmerged(names: Iterable[str], config: Mapping[str, Any], source: str) -> None:
     """MalformedInput, listing them, for parts of an adapter among the tensors of a model."""
+    names = list(names)
+    refuse_mlx_layers(names, source)
     if found := unmerged(names, config):
         raise MalformedInput(
             f"`{source}` contains {len(found)} tensors {UNMERGED_SAYS}: {listing(found)}",
@@ -139,10 +157,31 @@ def refuse_unmerged(names: Iterable[str], config: Mapping[str, Any], source: str
         )
 
 
+class TwoCopies(MalformedInput):
+    """Files have the same weights under two names."""
+
+
+def _are_equal(one: LazyTensor, other: LazyTensor) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return all(one.rows(*block).tobytes() == other.rows(*block).tobytes() for block in one.blocks())
+
+
+def refuse_copies(copies: Mapping[str, str], tensors: Mapping[str, LazyTensor], source: str) -> None:
+    """Raises TwoCopies for `tensors` that are the same weight as another one, or a part of it, and not equal to it."""
+    copies = {name: other for name, other in copies.items() if not _are_equal(tensors[name], tensors[other])}
+    if copies:
+        name, other = next(iter(copies.items()))
+        raise TwoCopies(
+            f"`{source}` has {len(copies)} weights twice: `{name}` is also in `{other}`, and readers take either",
+            hint="two models, or two versions of one, are mixed in these files; write the trained one alone",
+        )
+
+
 WRAPPED = re.compile(
-    r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module|_forward_module)\."
+    r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module|_forward_module|_orig_module)\."
 )
-"""Modules that torch.compile, FSDP, activation checkpointing and Fabric put around others; no model has these names."""
+"""What torch.compile, FSDP (also torch_xla's), activation checkpointing and Fabric put around modules; in no model."""
 
 
 def refuse_wrapped(names: Iterable[str], folder: Path) -> None:

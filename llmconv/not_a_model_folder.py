@@ -102,7 +102,7 @@ KINDS = {
     "random number states": re.compile(r"(?:rng|random)_state.*|rank-specific.*"),
     "the schedule and random number states": re.compile(r"extra_state_world_size_.*"),
     "the trainer's state": re.compile(r"trainer_state\.json|training_args\.bin|.*\.other\.pth"),
-    "the data loader's state": re.compile(r"(?:sampler|dl_state_dict)(?:_\d+)?\.bin"),
+    "the data loader's state": re.compile(r"(?:sampler|dl_state_dict)(?:_\d+)?\.bin|(?:.*_)?dataloader(?:_.*)?\.pt"),
     "objects registered for checkpointing": re.compile(r"custom_checkpoint_\d+\.pkl"),
 }
 """Description to file names: torch's, PaddleNLP's (`utils/env.py`), LLaMA2-Accessory's (`util/misc.py`),
@@ -154,6 +154,19 @@ def foreign_file(head: bytes, name: str) -> UnsupportedInput | None:
     return UnsupportedInput(message, hint=hints.get(kind[:5], "give a checkpoint or a Hugging Face model folder"))
 
 
+def _part_of_a_model(path: Path) -> InputRefused | None:
+    """The error for a file of weights, or one beside them."""
+    if path.suffix == ".json" and _mark(path.parent) == "a model":
+        return InputRefused(f"`{path.name}` is one file of a model folder", hint=f"give its folder: `{path.parent}`")
+    if path.suffix != ".safetensors":
+        return None
+    if (path.parent / "config.json").is_file():
+        problem = f"`{path.name}` is a weights file, not a model folder"
+        return InputRefused(problem, hint=f"give its folder: `{path.parent}`")
+    hint = f"put `config.json` next to it and give the folder, or run `llmconv to-hf {path} --config CONFIG -o OUT`"
+    return InputRefused(f"`{path.name}` is a weights file without the model's `config.json`", hint=hint)
+
+
 def _file(path: Path) -> InputRefused | None:
     try:
         with open_source(path) as file:
@@ -164,12 +177,8 @@ def _file(path: Path) -> InputRefused | None:
         return MalformedInput(f"`{path.name}` is empty", hint="copy it again from where it was saved")
     if found := foreign_file(head, path.name):
         return found
-    if path.suffix == ".safetensors":
-        if (path.parent / "config.json").is_file():
-            problem = f"`{path.name}` is a weights file, not a model folder"
-            return InputRefused(problem, hint=f"give its folder: `{path.parent}`")
-        hint = f"put `config.json` next to it and give the folder, or run `llmconv to-hf {path} --config CONFIG -o OUT`"
-        return InputRefused(f"`{path.name}` is a weights file without the model's `config.json`", hint=hint)
+    if part := _part_of_a_model(path):
+        return part
     if path.suffix == ".onnx":
         problem = f"`{path.name}` is an ONNX graph, not a model folder"
         return UnsupportedInput(problem, hint="give the Hugging Face folder that it was exported from")
@@ -263,6 +272,9 @@ def _weights_of_other_libraries(folder: Path, names: set[str]) -> InputRefused |
     return None
 
 
+SHARD = re.compile(r".*-(\d{5})-of-(\d{5})\.safetensors")
+
+
 def _weights_without_config(folder: Path, names: set[str]) -> InputRefused | None:
     weights = sorted(name for name in names if name.endswith((".safetensors", ".safetensors.index.json")))
     if not weights:
@@ -271,6 +283,13 @@ def _weights_without_config(folder: Path, names: set[str]) -> InputRefused | Non
         problem = f"`{folder}` contains no safetensors weights: `{odd}` is not a regular file"
         return MalformedInput(problem, hint="it is a folder, a pipe or a broken link; copy the folder again")
     if (folder / "config.json").is_file():
+        shards = [match for name in weights if (match := SHARD.fullmatch(name))]
+        count = int(shards[0][2]) if shards else 0
+        if lost := sorted({*range(1, count + 1)} - {int(match[1]) for match in shards}):
+            return MalformedInput(
+                f"`{folder}` contains {len(shards)} of {count} shards, and no index; number {lost[0]} is missing",
+                hint="copy or download the folder again; an interrupted download continues where it stopped",
+            )
         problem = f"`{folder}` contains no `model.safetensors`, only `{weights[0]}`"
         return InputRefused(problem, hint=f"write it as a Hugging Face folder: `llmconv to-hf {folder} -o OUT`")
     hint = f"put `config.json` into the folder, or run `llmconv to-hf {folder} --config CONFIG -o OUT`"

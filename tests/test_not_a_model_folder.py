@@ -238,6 +238,30 @@ def test_the_error_for_graphs_of_another_exporter_has_the_command_to_verify_them
 
 # Models that are not causal language models
 
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors.index.json"])
+def test_a_json_file_of_a_model_is_answered_with_its_folder(name: str, tmp_path: Path) -> None:
+    file = model(tmp_path / "x") / name
+    file.write_text(file.read_text() if file.exists() else "{}")
+    done = llmconv("export", file)
+    assert done.exit_code == 3 and f"give its folder: `{tmp_path / 'x'}`" in done.stderr
+
+
+def test_shards_without_the_first_and_without_an_index_are_no_folder_to_convert(tmp_path: Path) -> None:
+    folder = model(tmp_path / "x")
+    (folder / "model.safetensors").rename(folder / "model-00002-of-00003.safetensors")
+    for command in ("export", "to-gguf", "from-hf"):
+        done = llmconv(
+            command, folder, "-o", tmp_path / "out.gguf", *(("--to", "meta") if command == "from-hf" else ())
+        )
+        assert done.exit_code == 3 and "1 of 3 shards, and no index; number 1 is missing" in done.stderr
+        assert "to-hf" not in done.stderr
+    (folder / "model-00002-of-00003.safetensors").rename(folder / "model.safetensors")
+    (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-9])
+    done = llmconv("generate", folder, "x")
+    assert done.exit_code == 3 and "--backend" not in done.stderr
+
+
 OTHERS = {
     "bert": ({"model_type": "bert", "architectures": ["BertModel"]}, "`architectures` is BertModel"),
     "classifier": (

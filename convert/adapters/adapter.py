@@ -278,6 +278,7 @@ def check(adapter: Adapter) -> None:
             if tensor is not None:
                 _require_finite(f"{module}.{part}", tensor)
     for name, tensor in adapter.whole.items():
+        _require_gathered(name, tensor)
         _require_finite(name, tensor)
     for module, learned in adapter.learned.items():
         for part, tensor in learned.tensors.items():
@@ -295,6 +296,14 @@ def is_zero(adapter: Adapter) -> bool:
         return False
     # A begins as zeros in an embedding
     return all(all_zero(pair.b) or (pair.embedding and all_zero(pair.a)) for pair in pairs)
+
+
+def _require_gathered(name: str, tensor: LazyTensor) -> None:
+    if 0 in tensor.shape:
+        raise MalformedInput(
+            f"`{name}` of the adapter has shape {list(tensor.shape)}: it was saved before it was gathered",
+            hint="gather the parameters (ZeRO-3, FSDP) before saving the adapter",
+        )
 
 
 def _require_finite(name: str, tensor: LazyTensor) -> None:

@@ -107,6 +107,7 @@ class Edits:
         targets = AdapterTargets(adapter, ChainMap(self.whole, self.tensors), self.config, self.naming)
         homes = targets.homes(adapter.whole.keys() - new)
         homes |= match_saved(new, homes, self.tensors.keys(), adapter.name, self.naming.spelled, modules)
+        self._require_saved(adapter, homes)
         self._replace_all(adapter, homes)
         for module, tokens in adapter.tokens.items():
             self._replace_rows(adapter.name, homes[f"{module}.weight"], tokens)
@@ -126,6 +127,19 @@ class Edits:
         for name, update in updates_of(adapter, homes, self.current, has_bias, targets.is_conv1d, weight):
             self.changes.setdefault(name, []).append(update)
         self._warn(adapter, weight)
+
+    def _require_saved(self, adapter: Adapter, homes: Mapping[str, str]) -> None:
+        """Refuses an adapter without the weights of a module of the base that it trained as a whole."""
+        by_tie = self.tied if {*self.tied} & {*homes.values()} else ()
+        for module in adapter.config.modules_to_save:
+            if any(parts_from_saved(name, (module,)) for name in (*adapter.whole, *homes.values())):
+                continue
+            lost = [name for name in self.tensors if parts_from_saved(name, (module,)) and name not in by_tie]
+            if lost:
+                raise MalformedInput(
+                    f"`{adapter.name}` lacks `{lost[0]}`, which it trained by its `modules_to_save` ({module})",
+                    hint="give a checkpoint with it; if it was not trained, remove it from `adapter_config.json`",
+                )
 
     def _replace_all(self, adapter: Adapter, homes: Mapping[str, str]) -> None:
         """Replaces whole tensors; in a tied base, a resized embedding replaces the head, too."""

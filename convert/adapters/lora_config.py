@@ -45,7 +45,7 @@ KNOWN = {  # fields that are read, or irrelevant to the merged weight
     *("auto_mapping", "base_model_name_or_path", "revision", "peft_version", "megatron_core", "runtime_config"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config", "monteclora_config"),
     *("qalora_group_size", "use_dora", "layer_replication", "target_parameters", "trainable_token_indices"),
-    *("use_bdlora", "lora_B_layout", "unsloth_fused_expert_lora", "moe_rank_scaling"),
+    *("use_bdlora", "lora_B_layout", "unsloth_fused_expert_lora", "moe_rank_scaling", "enable_lora", "merge_weights"),
 }
 B_LAYOUTS = {"rank_major": False, "grouped_by_expert": True}
 """`fused_by_unsloth` by the value of Unsloth's `lora_B_layout` (unsloth-zoo `temporary_patches/moe_utils.py`)."""
@@ -82,6 +82,8 @@ class LoraConfig:
     # `trainable_token_indices`: module to the ids of its trained rows; `""` is the input embedding
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     blocks: BlockDiagonal | None = None  # `use_bdlora`, or None
+    # `enable_lora` of PEFT before 0.3: which of the matrices that a weight joins by rows have factors of their own
+    enabled: tuple[bool, ...] = ()
     # whether the columns of an expert's B are contiguous, by the last component of the parameter; `""` is the default
     fused_by_unsloth: Mapping[str, bool] = field(default_factory=dict)
     scales_expert_ranks: bool = False  # NeMo AutoModel's `moe_rank_scaling`: experts have a smaller rank than `r`
@@ -159,9 +161,18 @@ def parse_config(fields: Mapping[str, Any], alpha: float | None = None, *, initi
         raise known.invalid("trainable_token_indices", tokens)
     if (bias := fields.get("bias") or "none") not in ("none", "all", "lora_only"):
         raise known.invalid("bias", bias)
+    enabled = fields.get("enable_lora") or []
+    if (
+        not isinstance(enabled, list)
+        or not all(isinstance(one, bool) for one in enabled)
+        or enabled
+        and not any(enabled)
+    ):
+        raise known.invalid("enable_lora", enabled)
+    pairs = sum(enabled) or 1  # as one pair of their ranks together
     return LoraConfig(
-        rank=None if rank is None else int(_number("r", rank)),
-        alpha=_number("lora_alpha", next(value for value in (own, alpha, 8) if value is not None)),
+        rank=None if rank is None else int(_number("r", rank)) * pairs,
+        alpha=_number("lora_alpha", next(value for value in (own, alpha, 8) if value is not None)) * pairs,
         use_rslora=known.flag("use_rslora"),
         rank_pattern={key: int(rank) for key, rank in _by_pattern(known, "rank_pattern").items()},
         alpha_pattern=_by_pattern(known, "alpha_pattern"),
@@ -173,6 +184,7 @@ def parse_config(fields: Mapping[str, Any], alpha: float | None = None, *, initi
         parameters=known.names("target_parameters"),
         tokens={module: tuple(ids) for module, ids in by_module.items()},
         blocks=_blocks(known.table("use_bdlora")),
+        enabled=tuple(enabled),
         fused_by_unsloth=_layouts(known, default=bool(training.get("unsloth_fixed"))),
         scales_expert_ranks=known.flag("moe_rank_scaling"),
         base_class=name if isinstance(name := training.get("base_model_class"), str) and name.isidentifier() else "",

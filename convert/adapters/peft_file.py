@@ -140,6 +140,8 @@ def _pair(module: str, parts: dict[str, LazyTensor], config: LoraConfig) -> Pair
             hint="config and tensors belong to different adapters; copy the adapter again",
         )
     a, b = dense(a, b, module, config.blocks)
+    if config.enabled:
+        b = _of_merged_linear(a, b, module, config.enabled)
     if len(a.shape) < 2 or len(b.shape) < 2 or 0 in (*a.shape, *b.shape):
         raise MalformedInput(
             f"A of `{module}` has shape {list(a.shape)}, B {list(b.shape)}: they were saved before they were gathered",
@@ -195,6 +197,36 @@ def dense(a: LazyTensor, b: LazyTensor, module: str, blocks: BlockDiagonal | Non
         a = unblocked(a, blocks.count) if is_blocked(blocks.a, module) else a
         b = unblocked(b, blocks.count) if is_blocked(blocks.b, module) else b
     return a, b
+
+
+def _of_merged_linear(a: LazyTensor, b: LazyTensor, module: str, enabled: tuple[bool, ...]) -> LazyTensor:
+    """B (out×r) of a MergedLinear of loralib and PEFT before 0.3 (`tuners/lora.py`), MalformedInput for other shapes.
+
+    Stored is the kernel of a convolution with groups, the rows of the enabled parts of the weight × the rank of each.
+    """
+    parts, used = len(enabled), sum(enabled)
+    if len(a.shape) != 2 or b.shape[2:] not in ((), (1,)) or not b.shape[1] or a.shape[0] % b.shape[1]:
+        raise MalformedInput(
+            f"A of `{module}` has shape {list(a.shape)}, B {list(b.shape)}: not as `enable_lora`, {used} of {parts}",
+            hint="config and tensors belong to different adapters; copy the adapter again",
+        )
+    whole = unblocked(reshaped(b, b.shape[:2]), a.shape[0] // b.shape[1])
+    if whole.num_rows % used:
+        raise MalformedInput(
+            f"B of `{module}` has {whole.num_rows} rows for {used} parts", hint="copy the adapter again"
+        )
+    height = whole.num_rows // used
+    at = np.cumsum([0, *enabled])[:-1] * height  # the first row of each part in `whole`
+
+    def load(start: int, stop: int) -> Array:
+        rows = np.zeros((stop - start, whole.shape[1]), whole.dtype.numpy)
+        for row in range(start, stop):
+            part, line = divmod(row, height)
+            if enabled[part]:
+                rows[row - start] = whole.rows(at[part] + line, at[part] + line + 1)[0]
+        return rows
+
+    return LazyTensor(whole.dtype, (height * parts, whole.shape[1]), load)
 
 
 GROUPED = re.compile(r"(?P<experts>.+\.experts)\.lora_(?P<of>gate_and_up|down)_(?P<part>[AB])(?:\.weight)?")

@@ -38,6 +38,9 @@ def match_names(
     respelled = {name: spelled(name) for name in missing}
     spellings = [respelled] if {*respelled.values()} <= {*names} else []
     fits = _distinct(spellings, found) or prefix_fits(missing, names, found)
+    # a whole model that is a part of the base, as the language model of one with images, has all of its own names
+    inside = {fit for fit in fits if all(home.endswith(f".{name}") for name, home in fit)}
+    fits = inside if len(inside) == 1 else fits
     if len(fits) == 1:
         return found | dict(next(iter(fits)))
     if fits:

@@ -29,7 +29,7 @@ import numpy as np
 from llmconv.checkpoint import Checkpoint, is_conv1d
 from llmconv.convert.adapters.low_rank_sum import PRODUCT_LIMIT, single_threaded, widen
 from llmconv.convert.algebra import equal
-from llmconv.convert.models.blueprint import blueprint
+from llmconv.convert.models.blueprint import blueprint, released
 from llmconv.convert.models.head_and_dtype import HEAD, is_tied, plain_tensors, with_tied_head
 from llmconv.convert.models.transformers_source import EMBEDDINGS
 from llmconv.errors import UnsupportedInput, UsageProblem, listing
@@ -245,7 +245,8 @@ def plan_low_rank(base: Checkpoint, tuned: Checkpoint, rank: int, dtype: str) ->
     """
     if rank < 1:
         raise UsageProblem(f"invalid `--rank {rank}`", hint="give a positive number, such as 16")
-    below, above = (with_tied_head(plain_tensors(side, EXACT), side.config, HEAD) for side in (base, tuned))
+    plain = [released(plain_tensors(side, EXACT), side.config) for side in (base, tuned)]  # one of them may have stacks
+    below, above = (with_tied_head(one, side.config, HEAD) for one, side in zip(plain, (base, tuned), strict=True))
     products, whole = _sorted(base, below, above)
     changes = {name: MatrixChange(below[name], above[name]) for name in products}
     factors = FactoredChanges(changes, {name: min(rank, *changes[name].shape) for name in products})

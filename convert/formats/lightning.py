@@ -7,11 +7,12 @@ Layout (lightning `pytorch/trainer/connectors/checkpoint_connector.py`, `dump_ch
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.assembly import assemble
+from llmconv.convert.assembly import OPTIONS, assembled_run
 from llmconv.convert.formats import Format, has_sign_of
 from llmconv.convert.models.config_file import OPTION
 from llmconv.convert.state_dicts.files import Sign, StateFile, open_state
@@ -31,7 +32,7 @@ def _read(path: Path) -> StateFile:
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     version = str((found := _read(path)).around.get(VERSION))[:20]
-    return assemble(found, FORMAT.name, config, tokenizer, f"lightning {version}")
+    return replace(assembled_run(found, FORMAT.name, config, tokenizer), version=f"lightning {version}")
 
 
 FORMAT = Format(
@@ -41,7 +42,7 @@ FORMAT = Format(
     sign=Sign(keys=(VERSION,)),
     open=_open,
     covers="any causal language model of transformers, under any one attribute of the module; give its `config.json` "
-    "with `--config`; `--drop` leaves out what is not part of the model",
-    options=("drop", OPTION),
+    "with `--config`; `--drop` leaves out what is not part of the model; LoRA runs, merged or kept apart",
+    options=("drop", *OPTIONS, OPTION),
     peek=lambda path: _read(path).tensors(),
 )

@@ -15,7 +15,8 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-from llmconv.convert.algebra import require
+from llmconv.checkpoint import refuse_copies
+from llmconv.convert.algebra import require, reshaped, slice_rows
 from llmconv.convert.models.torch_stand_ins import Buffer, Module, Tensor, Unreadable
 from llmconv.convert.models.transformers_source import (
     EMBEDDINGS,
@@ -155,6 +156,12 @@ class Renaming:
                 return name.replace(match[0], _plain(self.target_patterns[0]).replace(r"\1", first or ""), 1)
         return name
 
+    def old_name(self, name: str) -> str:
+        """The name that this rule makes `name` of; `name` itself where that is not known."""
+        before, after = _plain(self.source_patterns[0]), _plain(self.target_patterns[0])
+        old = name.replace(after, before, 1)
+        return old if self.new_name(old) == name else name
+
 
 class PrefixChange(Renaming):
     """A part of every name that is added, where it is not there yet, or taken away."""
@@ -244,6 +251,36 @@ def experts(name: str, shape: Shape, rules: list[Any]) -> dict[str, Shape]:
     return {}
 
 
+def released(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> Mapping[str, LazyTensor]:
+    """The tensors under the names of released files, where stacks of experts have those of a model in memory.
+
+    So transformers 5 saves with `save_original_format=False`, and so a trainer's `state_dict` is. Each expert becomes a
+    tensor of its own, as transformers' `revert_weight_conversion` does; other tensors are only renamed. They stay as
+    they are without such stacks, where a rule does more than stack and rename, or where two would have one name.
+    """
+    kind = str(config.get("model_type"))
+    deep = {name: one.shape for name, one in tensors.items() if len(one.shape) == 3}
+    rules = (conversions(causal_lm_classes().get(kind, ""), kind) or []) if deep else []
+    stacks = {name: parts for name, shape in deep.items() if (parts := experts(name, shape, rules))}
+    if not stacks or not all(is_known(rule) for rule in rules):
+        return tensors
+    found: list[tuple[str, LazyTensor]] = []
+    for name, tensor in tensors.items():
+        if name not in stacks:
+            found.append((name, tensor))
+            continue
+        count, rows, columns = tensor.shape
+        matrix, row = reshaped(tensor, (count * rows, columns)), 0
+        for part, shape in stacks[name].items():
+            height = shape[0] if shape else 0
+            found.append((part, slice_rows(matrix, row, row + height)))
+            row += height
+    for rule in (rule for rule in reversed(rules) if type(rule) is Renaming):
+        found = [(rule.old_name(name), tensor) for name, tensor in found]
+    by_name = dict(found)
+    return by_name if len(by_name) == len(found) else tensors
+
+
 COMPUTED = re.compile(  # buffers that a state dict may have or not
     r"\.(?:attn|attention|self_attn)\.(?:(?:masked_)?bias|causal_mask)$"
     r"|inv_freq$|(?:cos|sin)_cached$|\.embed_positions$|(?:^|\.)(?:position_ids|token_type_ids)$"
@@ -274,6 +311,7 @@ def compare(tensors: Mapping[str, LazyTensor], plan: Blueprint, source: str) -> 
             stored |= (name not in there and experts(name, shape, rules)) or {name: shape}
         shapes = stored
         missing, unexpected = _gaps(names.values(), plan, shapes)
+        refuse_copies(_stacked_too(unexpected, names, shapes, rules), tensors, source)
         if (missing or unexpected) and not all(is_known(rule) for rule in rules):
             return False
     refuse_gaps(missing, unexpected, plan.model_type, source)
@@ -286,6 +324,15 @@ def compare(tensors: Mapping[str, LazyTensor], plan: Blueprint, source: str) -> 
     refuse_shapes({name: pair for name, pair in pairs.items() if pair[0] != pair[1]}, source)
     check_floats({name: tensors[name] for name, target in names.items() if target not in plan.buffers}, source)
     return None not in wanted.values()
+
+
+def _stacked_too(
+    unexpected: Iterable[str], names: Mapping[str, str], shapes: Mapping[str, Shape], rules: list[Any]
+) -> dict[str, str]:
+    """Stored experts of a stack that is also there, with its stored name; `names`: stored name to that in memory."""
+    stored = {now: name for name, now in names.items()}
+    parts = {part: stored.get(name) for name, shape in shapes.items() for part in experts(name, shape, rules)}
+    return {stored[name]: stack for name in unexpected if (stack := parts.get(name))}
 
 
 def _gaps(names: Iterable[str], plan: Blueprint, shapes: Mapping[str, Shape]) -> tuple[list[str], list[str]]:
@@ -318,6 +365,20 @@ def refuse_gaps(missing: Sequence[str], unexpected: Sequence[str], model_type: s
         )
 
 
+MLLAMA_ROWS = 8  # of the embedding after the vocabulary (`MllamaTextModel`)
+
+
+def _shape_hint(name: str, found: Sequence[int], wanted: Sequence[int]) -> str:
+    if 0 in found:
+        return NOT_GATHERED
+    if name.endswith(EMBEDDINGS) and len(found) == 2 and [found[0] + MLLAMA_ROWS, found[1]] == [*wanted]:
+        return (
+            f"`resize_token_embeddings` drops the {MLLAMA_ROWS} rows that a mllama's embedding has after its words, "
+            f"and transformers cannot load it either; copy its rows into one of {wanted[0]}, and save the model again"
+        )
+    return ANOTHER
+
+
 def refuse_shapes(wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], source: str) -> None:
     """Raises MalformedInput, which lists names with the actual and the expected shape, if there are any."""
     if wrong:
@@ -325,7 +386,7 @@ def refuse_shapes(wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], 
         raise MalformedInput(
             f"`{source}` has {len(wrong)} tensors of another shape than its configuration; shape mismatch for "
             f"`{name}`: expected {list(wanted)}, got {list(found)}",
-            hint=NOT_GATHERED if 0 in found else ANOTHER,
+            hint=_shape_hint(name, found, wanted),
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from llmconv.causal_lm import architecture, mtp_tensors
-from llmconv.checkpoint import UNMERGED_SAYS, WRAPPED, refuse_unmerged
+from llmconv.checkpoint import UNMERGED_SAYS, WRAPPED, TwoCopies, refuse_copies, refuse_unmerged
 from llmconv.convert.models import blueprint as blueprints
 from llmconv.convert.models.transformers_source import causal_lm_classes, model_names
 from llmconv.errors import MalformedInput, listing
@@ -140,7 +140,7 @@ def _checked_folder(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]
     try:
         return [*_checked(tensors, config, source), *_without_vision(tensors, config, source)]
     except MalformedInput as why:
-        if UNMERGED_SAYS in why.message:
+        if UNMERGED_SAYS in why.message or isinstance(why, TwoCopies):
             raise
         problem = why
     found = _loaded(tensors, config, source, architecture(config)) if depth_is_possible(tensors, config) else ""
@@ -154,8 +154,9 @@ def _checked_folder(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]
         ]
     try:
         return _refuse_differences(found, tensors, config, source, keeps_others=True)
-    except MalformedInput:
-        if architecture(config) == causal_lm_classes().get(str(config.get("model_type"))):
+    except MalformedInput as why:
+        of_causal = not isinstance(why, TwoCopies)
+        if of_causal and architecture(config) == causal_lm_classes().get(str(config.get("model_type"))):
             raise problem from None
         raise
 
@@ -216,6 +217,7 @@ def _refuse_differences(
     keeps_others: bool = False,
 ) -> list[str]:
     """Refuses what transformers would report after loading, except what it passes over (and the unexpected)."""
+    refuse_copies(gaps.copies, tensors, source)
     missing = [name for name in gaps.missing if not blueprints.COMPUTED.search(name)]
     unexpected = [] if keeps_others else gaps.unexpected
     blueprints.refuse_gaps(missing, unexpected, str(config.get("model_type")), source)

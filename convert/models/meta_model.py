@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from llmconv.convert.algebra import Lines, Origin
 from llmconv.convert.models.blueprint import constructor_fields
 from llmconv.convert.models.torch_stand_ins import MODULE_LIMIT
 from llmconv.errors import first_line
-from llmconv.runtime.eager.stored_tensors import kept_in_float32
+from llmconv.runtime.eager.stored_tensors import copies_of, kept_in_float32
 
 # Fields by which a configuration could have transformers load code or weights from elsewhere; never passed on
 FETCHING = re.compile(r"^_|_implementation$|backbone|^auto_map$|^trust_remote_code$|^custom_pipelines$|name_or_path$")
@@ -53,6 +53,7 @@ class LoadingGaps:
     unexpected: list[str]  # stored tensors that the model does not have
     mismatched: dict[str, tuple[Shape, Shape]]  # name to the stored shape and the model's
     ignored: list[str]  # stored tensors that the model does not have, and that its class ignores
+    copies: Mapping[str, str] = field(default_factory=dict)  # stored tensor to another that fills the same one
 
 
 def meta_model(config: Mapping[str, Any], class_name: str = "", dtype: str = "float32") -> Any:
@@ -97,7 +98,8 @@ def gaps_of(model: Any, shapes: Mapping[str, Shape]) -> LoadingGaps:
     mapping = get_model_conversion_mapping(model)
     options = LoadStateDictConfig(dtype=torch.float32, device_map={"": "meta"}, weight_mapping=mapping)
     with _failing(), quiet():
-        stored = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        copies = copies_of(model, shapes)
+        stored = {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if name not in copies}
         report, _ = core_model_loading.convert_and_load_state_dict_in_model(model, stored, options)
         if report.conversion_errors:
             raise NotBuildable(first_line(next(iter(report.conversion_errors.values())), 120))
@@ -107,7 +109,7 @@ def gaps_of(model: Any, shapes: Mapping[str, Shape]) -> LoadingGaps:
     mismatched = {name: (tuple(found), tuple(wanted)) for name, found, wanted in report.mismatched_keys}
     missing = [name for name in model.state_dict() if name in report.missing_keys - tied - mismatched.keys()]
     ignored = sorted(unexpected - {*report.unexpected_keys})
-    return LoadingGaps(missing, sorted(report.unexpected_keys), mismatched, ignored)
+    return LoadingGaps(missing, sorted(report.unexpected_keys), mismatched, ignored, copies)
 
 
 def model_of_class(config: Mapping[str, Any], name: str, dtype: str = "float32") -> Any:

@@ -20,7 +20,7 @@ from tempfile import gettempdir
 
 import numpy as np
 
-from llmconv.checkpoint import Checkpoint, is_model_folder
+from llmconv.checkpoint import Checkpoint, is_model_folder, open_checkpoint
 from llmconv.compressed.rounding import Measured
 from llmconv.compressed.schemes import Scheme
 from llmconv.compressed.selection import OfStack, Selected
@@ -46,6 +46,11 @@ def require_plain_files(source: Checkpoint, selected: Selected, dtype: str) -> N
     """Raises UnsupportedInput: the text cannot run through the weights, which a graph maps as they are stored."""
     if not is_model_folder(source.path) or not all(isinstance(one, Mapped) for one in source.values()):
         changed = f" in {dtype}" if dtype != "keep" else ""
+        if is_model_folder(source.path) and not {*source} <= {*open_checkpoint(source.path)}:
+            raise UnsupportedInput(
+                "`--calibrate` runs a text through weights as they are stored, here experts in stacks",
+                hint="write the model with one tensor per expert, as transformers' `save_pretrained` does for most",
+            )
         raise UnsupportedInput(
             f"`--calibrate` runs a text through weights as they are stored, and this model is not stored{changed} yet",
             hint="write it first, with `llmconv to-hf` or `llmconv merge-lora`, and quantize that folder",

@@ -32,7 +32,7 @@ from llmconv.checkpoint import (
     side_file_names,
     write_small,
 )
-from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem, first_line
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, first_line
 from llmconv.files.paths import kind_of, path_of
 from llmconv.files.safe_folder import UNFINISHED, unfinished_folder, user_cache
 from llmconv.files.sources import cached, files_under, is_hub_id, local_path
@@ -565,13 +565,15 @@ def _export(folder: Path, made: Path) -> None:
 
 
 @contextmanager
-def _named(made: Path, given: Path, way: str) -> Iterator[None]:
-    """Errors name what was given, and not the folder in the cache; their hints end with a `way` out."""
+def _named(made: Path, given: Path, way: str, *, converting: bool = False) -> Iterator[None]:
+    """Errors name what was given, and not the folder in the cache; hints end with a `way` out, if one is."""
     try:
         yield
     except LlmconvError as error:
         error.message = error.message.replace(str(made), str(given))
-        error.hint = f"{error.hint.replace(str(made), str(given))}; {way}"
+        error.hint = error.hint.replace(str(made), str(given))
+        if converting or not isinstance(error, MalformedInput):  # what is damaged runs nowhere
+            error.hint += f"; {way}"
         error.args = (error.message,)
         raise
 
@@ -585,7 +587,8 @@ def _convert(path: Path, made: Path) -> None:
         with _named(made, path, "or give `--backend torch` with the folder that `llmconv to-hf` makes"):
             _export_gguf(path, made)
         return
-    with _named(made, path, f"the command that has options for it is `llmconv to-hf {path} -o OUT`; then give OUT"):
+    command = f"the command that has options for it is `llmconv to-hf {path} -o OUT`; then give OUT"
+    with _named(made, path, command, converting=True):
         to_hf(path, made)
     with _named(made, path, "or give `--backend torch` with the folder that `llmconv to-hf` makes"):
         export(made)

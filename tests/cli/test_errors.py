@@ -47,6 +47,7 @@ def test_the_exit_codes_are_those_of_the_contract() -> None:
         "MalformedInput": 3,
         "Mistakes": 3,
         "RenderLimitExceeded": 3,
+        "TwoCopies": 3,
         "UnsupportedInput": 3,
         "OutputFailed": 4,
         "OutOfMemory": 4,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,16 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
-from transformers.core_model_loading import build_glob_alternation
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    build_glob_alternation,
+    rename_source_key,
+)
 
 from llmconv.causal_lm import mtp_tensors
+from llmconv.checkpoint import refuse_copies
 from llmconv.errors import MalformedInput, listing
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.files.source_file import read_into
@@ -129,9 +136,10 @@ def require_loaded(model: Any, report: Mapping[str, Any], stored: Mapping[str, L
     Tensors of modules that the model does not have, such as the vision tower of a language model or MTP heads, may be
     left over.
     `report` is the `output_loading_info` of `from_pretrained`. Raises MalformedInput if weights are missing
-    (transformers makes them up), the model leaves out weights of its modules or of further layers, or weights are
-    integers without a quantization that explains them.
+    (transformers makes them up) or there twice, the model leaves out weights of its modules or of further layers, or
+    weights are integers without a quantization that explains them.
     """
+    refuse_copies(copies_of(model, stored), stored, folder.name)
     if names := sorted(report["missing_keys"]):
         problem = f"missing keys: {len(names)} tensors of the model are not in `{folder}`, first `{names[0]}`"
         raise MalformedInput(problem, hint="is this the config.json of these weights?")
@@ -153,6 +161,26 @@ def require_loaded(model: Any, report: Mapping[str, Any], stored: Mapping[str, L
         problem = f"`{folder}` has {len(kinds)} weights that are integers, and no quantization of `config.json`"
         hint = "copy the folder's own `config.json` again, or give the weights from before quantization"
         raise MalformedInput(f"{problem} explains them: {listed}", hint=hint)
+
+
+def copies_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """Stored names to another one that fills the same tensor of a model, which transformers would take or overwrite.
+
+    They are equal to transformers, or one is a part of what is also stored whole (stacks of experts).
+    """
+    mapping = get_model_conversion_mapping(model)
+    renamings = [rule for rule in mapping if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in mapping if isinstance(rule, WeightConverter)]
+    rules = {pattern: number for number, rule in enumerate(converters) for pattern in rule.source_patterns}
+    known, first = model.state_dict(), dict[str, tuple[str, int | None]]()
+    copies: dict[str, str] = {}
+    for name in names:
+        new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        rule = rules.get(str(pattern))
+        other, others = first.setdefault(new, (name, rule))
+        if other != name and new in known and (rule is None or rule != others):
+            copies[name] = other
+    return copies
 
 
 def _module(name: str) -> str:

@@ -390,3 +390,29 @@ def test_factors_alone_in_a_file_of_a_model_are_an_adapter(
     merge_lora(base, [folder], tmp_path / "out")
     merged = load_file(tmp_path / "out/model.safetensors")[f"model.{Q}.weight"]
     assert torch.equal(merged, torch.full_like(merged, 5))  # 1 + alpha/r · 2
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4)])
+def test_a_whole_module_that_was_not_gathered_is_refused(
+    attempt: Callable[..., LlmconvError], shape: tuple[int, ...]
+) -> None:
+    empty = {"base_model.model.lm_head.weight": torch.ones(shape)}
+    error = attempt(empty, modules_to_save=["lm_head"])
+    assert isinstance(error, MalformedInput) and "saved before it was gathered" in error.message
+
+
+@pytest.mark.parametrize("module", ["lm_head", "embed_tokens", "norm", "mlp"])
+def test_a_module_that_was_trained_as_a_whole_and_is_not_saved_is_named(
+    attempt: Callable[..., LlmconvError], module: str
+) -> None:
+    error = attempt(modules_to_save=[module, "score"])
+    assert isinstance(error, MalformedInput) and f"({module})" in error.message
+    assert "adapter_config.json" in error.hint
+
+
+def test_heads_that_peft_names_for_classifiers_need_not_be_there(
+    base: Path, save_tensors: Callable[..., Path], tmp_path: Path
+) -> None:
+    factors = {f"{PREFIX}.lora_A.weight": torch.ones(2, 4), f"{PREFIX}.lora_B.weight": torch.ones(6, 2)}
+    files = {"adapter_config.json": CONFIG | {"modules_to_save": ["classifier", "score"]}}
+    merge_lora(base, [save_tensors("adapter", factors, files, weights="adapter_model.safetensors")], tmp_path / "out")

@@ -277,3 +277,17 @@ def test_fsdp_over_tensor_parallelism_is_read_or_refused(early: bool, tmp_path: 
             opened(tmp_path / "x", ())
     else:
         assert_equal(opened(tmp_path / "x", ()), state)
+
+
+def test_the_step_of_nemo_rl_is_refused_with_the_folder_of_its_weights(dcp: Path, tmp_path: Path) -> None:
+    policy = tmp_path / "step_3/policy"
+    inner = shutil.copytree(next((dcp / "fsdp_llama").rglob(".metadata")).parent, policy / "weights")
+    shutil.copytree(inner, policy / "optimizer")
+    (policy / "tokenizer").mkdir()
+    torch.save({"state": 1}, tmp_path / "step_3/train_dataloader.pt")
+    torch.save({"step": 3}, tmp_path / "step_3/notes.pt")
+    for folder in (tmp_path, tmp_path / "step_3", policy):
+        with pytest.raises(InputRefused, match="`weights` in it|`.*policy/weights` in it") as caught:
+            open_training(folder)
+        assert f"give that folder: `{inner}`" in caught.value.hint
+        assert f"`--tokenizer {policy / 'tokenizer'}`" in caught.value.hint

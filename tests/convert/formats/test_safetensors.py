@@ -28,6 +28,7 @@ from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import to_hf
 from llmconv.convert.adapters.peft_file import plain_name
 from llmconv.convert.formats import detect, formats
+from llmconv.convert.from_hugging_face import open_model
 from llmconv.convert.inspection import inspect
 from llmconv.convert.models.head_and_dtype import settled
 from llmconv.convert.opening import open_training
@@ -181,7 +182,10 @@ def test_a_folder_with_a_config_whose_names_are_wrapped_is_converted(tmp_path: P
     assert set(open_training(tmp_path / "x")) == set(llama_state())
 
 
-WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_fpw_module", "_forward_module")
+WRAPPERS = (
+    *("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_fpw_module", "_forward_module"),
+    "_orig_module",
+)
 
 
 @pytest.mark.parametrize("wrapped", ["model", "layers.0", "self_attn", "mlp"])
@@ -365,3 +369,16 @@ def test_a_configuration_that_is_not_of_these_weights_is_refused(tiny: Callable[
     with pytest.raises(MalformedInput, match="the weights are not those of the configuration"):
         to_hf(tiny("llama"), tmp_path / "out", dtype="float16", config=[tiny("gpt2") / "config.json"])
     assert not (tmp_path / "out").exists()
+
+
+def test_layers_of_mlx_lm_with_an_adapter_in_them_are_refused_with_what_helps(tmp_path: Path) -> None:
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in llama_state().items():
+        stem = name.removesuffix(".weight")
+        state |= {f"{stem}.linear.weight": tensor} if "q_proj" in name else {name: tensor}
+        state |= {f"{stem}.lora_{part}": tensor.clone() for part in "ab" if "q_proj" in name}
+    write(tmp_path / "x/model.safetensors", state)
+    for command in (open_training, open_model):
+        with pytest.raises(MalformedInput, match="of mlx-lm's LoRA layers") as caught:
+            command(tmp_path / "x")
+        assert "llmconv merge-lora BASE ADAPTER" in caught.value.hint

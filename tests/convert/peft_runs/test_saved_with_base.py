@@ -53,12 +53,19 @@ def under_a_key(state: State, folder: Path) -> Path:
     return folder / "checkpoint.pt"
 
 
+def compiled_in_lightning(state: State, folder: Path) -> Path:
+    named = {f"net._orig_mod.{name}": tensor for name, tensor in state.items()}
+    torch.save({"pytorch-lightning_version": "2.6.6", "state_dict": named}, folder / "last.ckpt")
+    return folder / "last.ckpt"
+
+
 SAVES: dict[str, Callable[[State, Path], Path]] = {
     "zero_to_fp32": torch_file,
     "torch.save": under_a_key,
     "safetensors": safetensors_file,
     "fsdp": fsdp,
     "deepspeed": zero,
+    "lightning": compiled_in_lightning,
 }
 
 

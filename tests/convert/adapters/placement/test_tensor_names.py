@@ -147,3 +147,14 @@ def test_a_saved_module_that_the_base_lacks_is_new() -> None:
 def test_a_saved_module_that_may_be_the_bases_is_refused() -> None:
     with pytest.raises(MalformedInput, match=r"could be `text\.norm\.weight`"):
         match_saved({"decoder.norm.weight"}, {}, {"text.norm.weight"}, "adapter")
+
+
+def test_a_model_that_is_a_part_of_the_base_is_found_among_towers_with_the_same_layers() -> None:
+    wanted = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)]
+    names = [f"{start}.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1) for start in TOWERS]
+    assert match_names(wanted, names, "ad") == {name: f"language_model.{name}" for name in wanted}
+    with pytest.raises(MalformedInput, match="which could be"):
+        match_names(wanted, [name for name in names if not name.startswith("language_model")], "ad")
+
+
+TOWERS = ("language_model.model", "vision_tower.encoder", "audio_tower.encoder")
