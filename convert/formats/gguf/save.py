@@ -313,6 +313,11 @@ def _pooling(folder: Path, warnings: list[str]) -> dict[str, int]:
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 
+def gguf_tensors(checkpoint: Checkpoint) -> dict[str, LazyTensor]:
+    """The tensors in llama.cpp's names and orders; UnsupportedInput for a model that llama.cpp does not have."""
+    return _tensors(checkpoint, _architecture(checkpoint))
+
+
 def _tensors(checkpoint: Checkpoint, architecture: str) -> dict[str, LazyTensor]:
     """The tensors in llama.cpp's names and orders, in the element types of the checkpoint."""
     config, family = checkpoint.config, ARCHITECTURES[architecture]
