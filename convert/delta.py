@@ -144,7 +144,7 @@ def _tuned(
     named = named or next((name for name, one in delta_formats().items() if one.detect(path)), "")
     if named and new_rows:
         raise UsageProblem(
-            f"`--new-rows` is for FastChat's and Stanford Alpaca's deltas, and `{path.name}` is of another kind ({named})",
+            f"`--new-rows` is for FastChat's and Stanford Alpaca's deltas, not for one that is {named}",
             hint="leave it out",
         )
     if named == "exact":
