@@ -231,13 +231,15 @@ PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 def _of_tinker(tensor: LazyTensor, match: re.Match[str], tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """The matrices of each expert; one that all experts share is that of each."""
     experts, of, part, end = match.groups()
+    factors = [f"{experts}.{one}.lora_{letter}{end}" for one in PROJECTIONS for letter in "AB"]
+    count = max(tensors[name].shape[0] for name in factors if name in tensors and tensors[name].shape)
     other = tensors.get(f"{experts}.{of}.lora_{'B' if part == 'A' else 'A'}{end}")
-    count = max(tensor.shape[0], other.shape[0] if other and len(other.shape) == 3 else 0)
     if 0 in tensor.shape and other and 0 in other.shape:
         return {}
     if tensor.shape[0] not in (1, count):
         raise MalformedInput(
-            f"`{match[0]}` has {tensor.shape[0]} experts, its other factor {count}", hint="copy the adapter again"
+            f"`{match[0]}` has {tensor.shape[0]} experts, another factor of the layer {count}",
+            hint="copy the adapter again",
         )
 
     def matrix(number: int) -> LazyTensor:
