@@ -12,12 +12,14 @@ from click.testing import CliRunner, Result
 from tokenizers import processors
 from transformers import AutoTokenizer
 
+import llmconv
 from llmconv.cli import main
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.generation import Prompt, TextModel, generate
 from llmconv.generation.generate import Wording, encode_all
 from llmconv.progress import warnings_to
 from llmconv.runtime.tokenizer import UNKNOWN
+from llmconv.serve.served_model import ServedModel
 
 
 def run(*arguments: object) -> Result:
@@ -98,6 +100,16 @@ def test_two_start_tokens_stay_and_are_a_warning(
         chat = [{"role": "user", "content": prompts[0]}]
         expected = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
         assert found[0].tokens == expected
+
+
+def test_a_server_and_a_pipeline_say_it_too(begun: Path) -> None:
+    model, warnings = TextModel.open(begun), list[str]()
+    served = ServedModel(model, "tiny")
+    with warnings_to(warnings.append):
+        found = [served._encode(text).ids for text in ("a", "~a", "~b")]
+        assert len(warnings) == 1 and "begins with `~` twice" in warnings[0]
+        llmconv.pipeline("text-generation", model=model)("~a", max_new_tokens=1)
+    assert len(warnings) == 2 and [len(ids) for ids in found] == [3, 4, 4]
 
 
 def test_cut_prompts_are_counted(talking: Path) -> None:
