@@ -63,7 +63,7 @@ def new_rows_of(base: LazyTensor, delta: LazyTensor, given: str, source: str) ->
     FastChat's deltas are float16, over zeros. Others may be Stanford's, over the mean: those whose new rows have an
     untrained one are, and where all were trained nothing tells, which is UnsupportedInput.
     """
-    if given or delta.dtype.name == "float16":
+    if given or delta.dtype.name == "float16" or delta.dtype.name not in SUMMED:  # others are refused by `added`
         return given or "zeros"
     if begins_at_mean(base, delta):
         return "mean"
