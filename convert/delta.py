@@ -77,12 +77,13 @@ class Extracted:
 
 @fetches
 @checked
-def apply_delta(
+def apply_delta(  # noqa: PLR0913 - the options of the command, by the same names
     base: str | Path,
     delta: str | Path,
     output: Placed,
     *,
     dtype: str = "keep",
+    new_rows: str | None = None,
     max_shard_size: str | int = KEEP,
     overwrite: bool = False,
     resume: bool = False,
@@ -99,6 +100,8 @@ def apply_delta(
         output: the folder to make.
         dtype: `keep` (an exact delta: the tuned model's; a sum: the base's, or the delta's where that has more bits),
             `float32`, `float16` or `bfloat16`.
+        new_rows: what the rows of new tokens in a tuned − base are added to: `mean` (of the base's rows, Stanford
+            Alpaca) or `zeros` (FastChat); by default what the delta tells, or an error where nothing does.
         max_shard_size: `keep` (the files of the base), or the largest safetensors file, such as `5GB`.
         overwrite: replace an existing model folder.
         resume: continue an interrupted run.
@@ -109,11 +112,13 @@ def apply_delta(
         UsageProblem, OutputFailed: an option has an impossible value; writing failed.
     """
     check_dtype(dtype)
+    if new_rows not in (None, *arithmetic.NEW_ROWS):
+        raise UsageProblem(f"`new_rows` is `{new_rows}`", hint=f"one of: {', '.join(arithmetic.NEW_ROWS)}")
     require_shard_size(max_shard_size)
     model = settled(open_model(base))
     with reading_safely(delta):
         path = local_path(delta, in_parts=True)
-        kind, tuned, checksum = _tuned(model, path, dtype, whole=dry_run)
+        kind, tuned, checksum = _tuned(model, path, dtype, new_rows or "", whole=dry_run)
         require_model_type(tuned.config, path)
     warn_all(tuned.warnings)
     plan = plan_checkpoint(tuned, max_shard_size)
@@ -121,6 +126,7 @@ def apply_delta(
     check_output(plan, place, overwrite, [model.path, path], resume=resume)
     if not dry_run:
         options = {"delta": path.absolute().name, "kind": kind, "dtype": None if dtype == "keep" else dtype}
+        options |= {"new_rows": new_rows}
         steps = [*steps_of_weights(model.path), step("delta-apply", model.path.absolute(), **options)]
         sources = _sources(place, model.path, path)
         done = write_checkpoint(plan, place, steps=steps, sources=sources, overwrite=overwrite, resume=resume)
@@ -131,20 +137,26 @@ def apply_delta(
 
 
 def _tuned(
-    base: Checkpoint, path: Path, dtype: str, *, whole: bool
+    base: Checkpoint, path: Path, dtype: str, new_rows: str, *, whole: bool
 ) -> tuple[str, Checkpoint, arithmetic.WeightSum | None]:
     """What kind of delta lies at `path`, the model that it makes, and its checksum; `whole` reads all of the base."""
-    if (path / DELTA_FILE).is_file():
+    named = "exact" if (path / DELTA_FILE).is_file() else ""
+    named = named or next((name for name, one in delta_formats().items() if one.detect(path)), "")
+    if named and new_rows:
+        raise UsageProblem(
+            f"`--new-rows` is for FastChat's and Stanford Alpaca's deltas, not for one that is {named}",
+            hint="leave it out",
+        )
+    if named == "exact":
         delta = open_exact(path)
         tuned = delta.over(base)
         delta.check_base(base, whole=whole)
         return "exact", with_cast(tuned, dtype) if dtype != "keep" else tuned, None
     if problem := adapter_or_delta(path):
         raise problem
-    for name, delta_format in delta_formats().items():
-        if delta_format.detect(path):
-            return name, delta_format.apply(base, path, dtype), None
-    return "difference", *arithmetic.plus_difference(base, arithmetic.open_difference(path), dtype)
+    if named:
+        return named, delta_formats()[named].apply(base, path, dtype), None
+    return "difference", *arithmetic.plus_difference(base, arithmetic.open_difference(path), dtype, new_rows)
 
 
 @fetches

@@ -6,19 +6,23 @@ to_gguf: the same for one GGUF file.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from llmconv.argument_checks import OWN, checked
-from llmconv.causal_lm import mtp_tensors, require_model_type
+from llmconv.causal_lm import architecture, mtp_tensors, require_model_type
 from llmconv.checkpoint import Checkpoint, open_checkpoint
+from llmconv.convert.assembly import map_names
 from llmconv.convert.formats import formats
 from llmconv.convert.models.blueprint import released
 from llmconv.convert.models.completeness import as_loaded, check_complete
-from llmconv.convert.models.head_and_dtype import check_dtype, plain_tensors, settle_head, with_cast
+from llmconv.convert.models.config_file import with_architecture
+from llmconv.convert.models.head_and_dtype import check_dtype, lacks_head, plain_tensors, settle_head, with_cast
 from llmconv.convert.models.model_config import SHARD_LIMIT
+from llmconv.convert.models.transformers_source import causal_lm_classes, model_names
 from llmconv.convert.tokenizers import special_ids
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.paths import Placed, Written, output_path, output_place
@@ -31,6 +35,7 @@ from llmconv.output.plan import Plan, json_bytes
 from llmconv.output.work import Work, done_by, repeatable, require_possible
 from llmconv.output.writer import check_output, write_checkpoint, write_file
 from llmconv.progress import warn_all
+from llmconv.tensors import LazyTensor
 
 
 @repeatable("model", "output")
@@ -225,7 +230,8 @@ def open_model(path: Path) -> Checkpoint:
             f"`{path.name}` has code of its own (`{named[:80]}`), which no training format holds",
             hint="if transformers' own class computes the same, remove `auto_map` from its `config.json`",
         )
-    config = as_loaded(tensors, checkpoint.config)
+    tensors, named_config = _of_base_class(tensors, checkpoint.config, path.name)
+    config = as_loaded(tensors, named_config)
     heads = {name: tensors.pop(name) for name in mtp_tensors(tensors, config)}
     left = (
         [f"{len(heads)} tensors of the MTP head are left out: training formats have no names for them"] if heads else []
@@ -233,3 +239,28 @@ def open_model(path: Path) -> Checkpoint:
     warnings = [*left, *check_complete(tensors, config, path.name)]
     config = settle_head(tensors, config, warnings)
     return replace(checkpoint, tensors=tensors, config=config, warnings=tuple(warnings))
+
+
+def _of_base_class(
+    tensors: dict[str, LazyTensor], config: Mapping[str, Any], source: str
+) -> tuple[dict[str, LazyTensor], dict[str, Any]]:
+    """The tensors and config of a model that `AutoModel` saved (Qwen3-Embedding), with the names of the causal class.
+
+    Others are returned as they are. UnsupportedInput if the causal class has a head of its own, which is not there.
+    """
+    kind = str(config.get("model_type"))
+    model = model_names(kind)
+    short = model.embedding.removeprefix(f"{model.base}.")
+    if not model.base or kind not in causal_lm_classes() or model.embedding in tensors or short not in tensors:
+        return tensors, dict(config)
+    names, outside, added = map_names(list(tensors), model, source)
+    if outside or not added:
+        return tensors, dict(config)
+    renamed = {names[name]: tensor for name, tensor in tensors.items()}
+    if lacks_head(renamed, config):
+        raise UnsupportedInput(
+            f"`{source}` was saved without its output head, which is not tied to the embedding "
+            f"(`architectures` is {architecture(config)[:80] or 'missing'})",
+            hint="give the model as `AutoModelForCausalLM` saves it",
+        )
+    return renamed, with_architecture(config)

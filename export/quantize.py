@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import gettempdir
 
+import numpy as np
+
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export.calibration import measure_ranges, require_one_input
 from llmconv.export.export_options import ExportOptions
 from llmconv.export.folders import OutputFolder
-from llmconv.export.quantization.activation_aware import measure_activation_aware
+from llmconv.export.quantization.activation_aware import groups_with_factors, measure_activation_aware
 from llmconv.export.quantization.block_rounding import ColumnFormat
 from llmconv.export.quantization.calibration import TextRun, column_importance, column_sums
 from llmconv.export.quantization.products import grouped
@@ -24,6 +26,7 @@ from llmconv.export.quantization.smoothing import Graphs, Smoothing, coded, meas
 from llmconv.files.paths import local_only
 from llmconv.progress import say, warn
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
+from llmconv.tensors import Array
 
 
 def with_plain_weights(
@@ -63,12 +66,31 @@ def chosen_codes(
         try:
             run = own()  # a dry run, too, has to know whether the model can run it, which decides of the formats
             if given["dry_run"]:
-                say("sizes are without the importance and the factors of columns, which a run measures on a text")
-            return *quantize(pairs, formats, None if given["dry_run"] else run, folder, given), formats
+                say("sizes are with factors of all columns that may have some: a run measures them, and finds fewer")
+                return *_of_largest_size(pairs, formats, run, folder), formats
+            return *quantize(pairs, formats, run, folder, given), formats
         except InputRefused as error:
             say(f"codes are chosen by the weights alone (`--method search`): {error}")
             formats = formats.by_weights_alone()
     return *quantize(pairs, formats, asked, folder, given), formats
+
+
+def _of_largest_size(
+    pairs: Graphs, formats: QuantizationSettings, run: TextRun, folder: OutputFolder
+) -> tuple[dict[str, QuantizedWeight], OutputFolder]:
+    """As `quantize`, with everything that a text may tell, whose values nobody reads: for the sizes of a dry run."""
+    quantized = grouped(pairs, select(pairs, formats))
+    importance: dict[str, Array] = {}
+    for name in (name for name, weight in quantized.items() if weight.is_searched):
+        shape = run.tensors[name].shape
+        columns = shape[-2] if quantized[name].transposed else shape[-1]
+        importance[name] = np.ones((*shape[:-2], columns), np.float32)
+    groups = groups_with_factors(pairs, quantized, brief=True)
+    sizes = {
+        group: importance[one.name].shape[-1] for group in groups for one in group.matrices if one.name in importance
+    }
+    smoothing = Smoothing.of((group, np.full(size, 2, np.float32)) for group, size in sizes.items())
+    return quantized, folder.quantized(quantized, importance, smoothing)
 
 
 def quantize(

@@ -91,6 +91,7 @@ def require_causal(config: Mapping[str, Any], source: str | Path) -> None:
             hint="`llmconv to-hf MODEL -o OUT` makes a classifier of OpenRLHF's reward model, for `--task classify`"
             if "RewardModel" in names
             else f"for a decoder `llmconv export MODEL --task {task}`; `optimum-cli export onnx` exports encoders"
+            + _tied_hint(config, task)
             if task
             else "give a model with a language-modeling head, such as LlamaForCausalLM; `optimum-cli export onnx` "
             "exports encoders",
@@ -101,6 +102,14 @@ def require_causal(config: Mapping[str, Any], source: str | Path) -> None:
             hint='a decoder has `"is_decoder": true` in `config.json`, as it was trained; `optimum-cli export onnx` '
             "exports encoders",
         )
+
+
+def _tied_hint(config: Mapping[str, Any], task: str) -> str:
+    """What makes a language model of one that its base class saved, if its head is the embedding."""
+    if task != "embed" or config.get("tie_word_embeddings") is not True:
+        return ""
+    named = "it needs the class with one (such as `Qwen3ForCausalLM`) in `architectures`"
+    return f"; as a language model, whose head is the embedding, {named}"
 
 
 # tasks of models without a language-modeling head, by the class in `architectures`

@@ -327,8 +327,35 @@ def _config_alone(folder: Path, names: set[str]) -> InputRefused | None:
     if not (folder / "config.json").is_file():
         problem = f"`config.json` in `{folder}` is not a regular file"
         return MalformedInput(problem, hint="it is a folder, a pipe or a broken link; copy the folder again")
+    problem = f"`{folder}` contains no safetensors weights next to its `config.json`"
+    if run := _weights_near(folder):
+        known = f", `llmconv to-hf {run} --config {folder / 'config.json'} -o OUT`"
+        command = known if run.parent == folder.absolute().parent else f", `llmconv to-hf {run} -o OUT`"
+        is_model = any((run / name).is_file() for name in MODEL_WEIGHTS) and (run / "config.json").is_file()
+        return InputRefused(f"{problem}; they are in `{run}`", hint="give that folder" + ("" if is_model else command))
     hint = "add `model.safetensors`, or shards with `model.safetensors.index.json`; is the copy complete?"
-    return InputRefused(f"`{folder}` contains no safetensors weights next to its `config.json`", hint=hint)
+    return InputRefused(problem, hint=hint)
+
+
+# files and folders with the weights of runs that keep config and tokenizer in a folder inside (verl: `huggingface/`)
+RUN_WEIGHTS = re.compile(
+    r"model_world_size_\d+_rank_\d+\.pt|\w+\.distcp|\.metadata|dist_ckpt|iter_\d{7}|pytorch_model_fsdp(?:_\d+|\.bin)"
+    r"|(?:mp_rank_\d+|zero_pp_rank_\d+)\w*(?:\.pt)?|global_step\d+|consolidated\.\d+\.pth|lit_model\.pth"
+    r"|(?:pytorch_)?model(?:-\d+-of-\d+)?\.(?:safetensors|bin)|model_state\w*\.pdparams"
+)
+
+
+def _weights_near(folder: Path) -> Path | None:
+    """The folder above, if it has a run's weights, or a distributed checkpoint next to the folder."""
+    above = folder.absolute().parent
+    try:
+        names = sorted(entry.name for entry in above.iterdir())
+        if any(RUN_WEIGHTS.fullmatch(name) for name in names):
+            return above
+        others = [above / name for name in names[:NESTED] if name != folder.name]
+        return next((one for one in others if (one / ".metadata").is_file()), None)
+    except OSError:
+        return None
 
 
 def training_file_kind(name: str) -> str | None:

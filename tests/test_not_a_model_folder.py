@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from llmconv.cli import main
 from llmconv.errors import LlmconvError
 from llmconv.not_a_model_folder import refused_model
-from tests.builders.torch_states import LLAMA, llama_state
+from tests.builders.torch_states import FIXTURES, LLAMA, llama_state
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 12345\n"
 CONFIG = json.dumps(LLAMA | {"architectures": ["LlamaForCausalLM"]})
@@ -306,3 +306,53 @@ def test_models_that_may_continue_texts_are_let_pass(architectures: list[str] | 
 
     require_causal({"model_type": "x", "architectures": architectures}, "x")
     require_causal({"model_type": "bart", "architectures": ["BartForCausalLM"], "is_encoder_decoder": True}, "x")
+
+
+def _verl(home: Path) -> Path:
+    return shutil.copytree(FIXTURES / "verl" / "one_rank", home / "actor") / "huggingface"
+
+
+def _beside_dcp(home: Path) -> Path:
+    """NeMo RL, slime and others: the distributed checkpoint in a folder next to that of the configuration."""
+    source = next(one.parent for one in sorted((FIXTURES / "dcp").rglob(".metadata")))
+    shutil.copytree(source, home / "step_5" / "weights")
+    config = next((one for one in (source / "config.json", source.parent / "config.json") if one.is_file()), None)
+    return files(home / "step_5" / "hf", config__json=config.read_text() if config else CONFIG)
+
+
+def _deepspeed(home: Path) -> Path:
+    files(home / "global_step5", mp_rank_00_model_states__pt=b"")
+    return files(home / "hf_config", config__json=CONFIG)
+
+
+def _whole(home: Path) -> Path:
+    return files(model(home / "model") / "tokenizer", config__json=CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("made", "above", "command"),
+    [
+        (_verl, "actor", "llmconv to-hf {above} -o OUT"),
+        (_beside_dcp, "step_5/weights", "llmconv to-hf {above} --config {given}/config.json -o OUT"),
+        (_deepspeed, "", "llmconv to-hf {above} -o OUT"),
+        (_whole, "model", ""),
+    ],
+)
+def test_a_config_alone_names_the_folder_of_its_weights(
+    tmp_path: Path, made: Callable[[Path], Path], above: str, command: str
+) -> None:
+    given = made(tmp_path)
+    found = refused_model(given)
+    place = tmp_path / above
+    assert f"they are in `{place}`" in found.message
+    assert (command.format(above=place, given=given) or "give that folder") in str(found.hint)
+    assert refused_model(files(tmp_path / "other" / "inner", config__json=CONFIG)).message.endswith("`config.json`")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("made", [_verl, _beside_dcp])
+def test_the_command_of_the_hint_converts_it(tmp_path: Path, made: Callable[[Path], Path]) -> None:
+    hint = str(refused_model(made(tmp_path)).hint)
+    words = hint[hint.index("llmconv ") + 8 : hint.rindex("`")].replace("OUT", str(tmp_path / "out")).split()
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.output

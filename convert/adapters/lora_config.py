@@ -214,7 +214,8 @@ def task_of(fields: Mapping[str, Any]) -> str:
 
 
 def _require_plain_lora(fields: Mapping[str, Any], initial: bool) -> None:
-    if (kind := fields.get("peft_type")) != "LORA":
+    kind = fields.get("peft_type", "LORA" if {"r", "lora_alpha"} <= fields.keys() else None)  # Tinker's has these alone
+    if kind != "LORA":
         raise UnsupportedInput(f"the adapter has `peft_type` {kind!r}, not 'LORA'", hint=FORMULA)
     for name, way_out in REFUSED.items():
         if fields.get(name):

@@ -10,6 +10,10 @@ NeMo AutoModel keeps the factors of all experts in one tensor, which is split by
 `experts.lora_gate_and_up_A` E×in×r, `experts.lora_gate_and_up_B` E×r×2·out, gate before up, and `experts.lora_down_A`,
 `experts.lora_down_B`. A is shared by gate and up.
 
+Tinker (tinker-cookbook `weights/_merge_utils.py`) calls the head `model.unembed_tokens`, and has the
+factors of all experts in `experts.w1`, `.w2` and `.w3` (gate, down, up): `lora_A` E×r×in and `lora_B` E×out×r, one of
+them with E = 1 where all experts share it, none at all (no elements) where the model lacks the projection.
+
 Tensors of other kinds are `base_model.model.<module>.<part>` for each of the tuner's parts, some followed by `.weight`,
 and `base_model.<part>` if all modules share them.
 """
@@ -58,8 +62,10 @@ def to_adapter(path: Path, weights: tuple[Path, ...], config: LoraConfig, tensor
     for name, tensor in tensors.items():
         if match := GROUPED.fullmatch(name):
             result |= _of_experts(name, tensor, match)
+        elif (match := TINKER.fullmatch(name)) and len(tensor.shape) == 3:
+            result |= _of_tinker(tensor, match, tensors)
         else:
-            result[name] = tensor
+            result[name.replace(UNEMBED, "lm_head.")] = tensor
     found = _sort(result, weights[0].name)
     # refuses modules without exactly one A and one B; a misnamed key shows as two of them
     absent = {module: _absent(parts) for module, parts in found.factors.items()}
@@ -247,6 +253,35 @@ def _of_experts(name: str, tensor: LazyTensor, match: re.Match[str]) -> dict[str
         for expert in range(tensor.shape[0])
         for at, module in enumerate(modules)
     }
+
+
+UNEMBED = "model.unembed_tokens."
+TINKER = re.compile(r"(?P<experts>.+\.experts)\.(?P<of>w[123])\.lora_(?P<part>[AB])(?P<end>(?:\.weight)?)")
+PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+def _of_tinker(tensor: LazyTensor, match: re.Match[str], tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """The matrices of each expert; one that all experts share is that of each."""
+    experts, of, part, end = match.groups()
+    factors = [f"{experts}.{one}.lora_{letter}{end}" for one in PROJECTIONS for letter in "AB"]
+    count = max(tensors[name].shape[0] for name in factors if name in tensors and tensors[name].shape)
+    other = tensors.get(f"{experts}.{of}.lora_{'B' if part == 'A' else 'A'}{end}")
+    if 0 in tensor.shape and other and 0 in other.shape:
+        return {}
+    if tensor.shape[0] not in (1, count):
+        raise MalformedInput(
+            f"`{match[0]}` has {tensor.shape[0]} experts, another factor of the layer {count}",
+            hint="copy the adapter again",
+        )
+
+    def matrix(number: int) -> LazyTensor:
+        return LazyTensor(
+            tensor.dtype, tensor.shape[1:], lambda low, high: tensor.rows(number, number + 1)[0, low:high]
+        )
+
+    places = range(count) if tensor.shape[0] > 1 else [0] * count
+    names = (f"{experts}.{expert}.{PROJECTIONS[of]}.lora_{part}.weight" for expert in range(count))
+    return {name: matrix(place) for name, place in zip(names, places, strict=True)}
 
 
 def _matrix(tensor: LazyTensor, expert: int, part: int, size: int) -> LazyTensor:

@@ -53,6 +53,27 @@ TOLERANCE = 0.5  # both numbers are sums in float32 with rounding errors of abou
 SMALL, FEW = 0.5, 64  # norm of a row close to zero, relative to the mean row; number of new rows to check
 
 
+NEW_ROWS = ("mean", "zeros")
+
+
+def new_rows_of(base: LazyTensor, delta: LazyTensor, given: str, source: str) -> str:
+    """What the rows of the embedding that the base lacks are added to, `mean` or `zeros`, as `given` if it is.
+
+    FastChat's deltas are float16, over zeros. Others may be Stanford's, over the mean: those whose new rows have an
+    untrained one are, and where all were trained nothing tells, which is UnsupportedInput.
+    """
+    if given or delta.dtype.name == "float16" or delta.dtype.name not in SUMMED:  # others are refused by `added`
+        return given or "zeros"
+    if begins_at_mean(base, delta):
+        return "mean"
+    raise UnsupportedInput(
+        f"`{source}` has trained rows of new tokens, which are differences from zeros or from the mean of the base's "
+        "rows: nothing in it tells",
+        hint="`--new-rows mean` for one of Stanford Alpaca's `weight_diff.py`, `--new-rows zeros` where the base was "
+        "lengthened by zeros",
+    )
+
+
 def begins_at_mean(base: LazyTensor, delta: LazyTensor) -> bool:
     """Whether new rows [tokens, dim] are differences from the mean, not zeros: an untrained one is then near zero."""
     if delta.dtype.name != "float32" or base.dtype.name not in FLOATS or len(base.shape) != 2:
@@ -294,8 +315,12 @@ def open_difference(folder: Path) -> Checkpoint:
     return Checkpoint(folder, "delta", tensors, config, read_side_files(folder))
 
 
-def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Checkpoint, WeightSum | None]:
+def plus_difference(
+    base: Checkpoint, delta: Checkpoint, dtype: str, new_rows: str = ""
+) -> tuple[Checkpoint, WeightSum | None]:
     """The tuned model, base + delta, in `dtype` (or `keep`), and its checksum if the delta has one.
+
+    `new_rows` as for `new_rows_of`.
 
     The delta's config and side files take precedence. Raises MalformedInput for missing or unexpected keys, or a shape
     mismatch, except for a vocabulary that grew, UnsupportedInput if one of them is quantized.
@@ -314,8 +339,9 @@ def plus_difference(base: Checkpoint, delta: Checkpoint, dtype: str) -> tuple[Ch
     _check_shapes(base, delta, below, above)
     embedding = find_embedding(below)  # new tokens may be stored as differences from the mean, as Stanford Alpaca's are
     grown = embedding is not None and below[embedding].num_rows < above[embedding].num_rows
-    by_mean = grown and begins_at_mean(below[embedding or ""], above[embedding or ""])
     _require_delta(below, above, delta)
+    start_of = new_rows_of(below[embedding], above[embedding], new_rows, delta.path.name) if grown and embedding else ""
+    by_mean = start_of == "mean"
     rows = sorted({(below[name].num_rows, above[name].num_rows) for name in below if is_vocabulary(name)})
     start = "as the mean of the others, as for Stanford Alpaca" if by_mean else "as zeros, as for FastChat"
     text = "the base has {:,} tokens, the delta {:,}: rows that the base lacks count " + start

@@ -104,8 +104,8 @@ def owner(found: StateFile) -> str | None:
     """Name of the format whose sign a state dict has; None if it has none, as a plain Hugging Face model."""
     signs = {name: candidate.sign for name, candidate in formats().items() if candidate.sign}
     keys = {str(key) for key in found.around}
-    if with_key := next((name for name, sign in signs.items() if keys.intersection(sign.keys)), None):
-        return with_key
+    if with_key := [name for name, sign in signs.items() if keys.intersection(sign.keys)]:
+        return next((name for name in with_key if signs[name].has_names(found)), with_key[0])
     return next((name for name, sign in signs.items() if not sign.keys and sign.has_names(found)), None)
 
 

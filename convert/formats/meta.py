@@ -397,7 +397,7 @@ def load_tokenizer(path: Path, *, since_3_1: bool) -> MetaTokenizer:
     files = tokenizers.read_tokenizer(path)
     if "tokenizer.json" in files or TOKENIZER not in files:
         return MetaTokenizer(files)
-    data, warnings = files[TOKENIZER], list[str]()
+    data = files[TOKENIZER]
     if tokenizers.is_tiktoken(data):
         ranks, special = tokenizers.parse_tiktoken(data), tokenizers.reserved_tokens(since_3_1=since_3_1)
         content = tokenizers.tokenizer_bytes(tokenizers.tiktoken_json(ranks, since_3_1=since_3_1))
@@ -407,10 +407,15 @@ def load_tokenizer(path: Path, *, since_3_1: bool) -> MetaTokenizer:
         ends = (tokenizers.EOS, tokenizers.EOM, tokenizers.EOT) if since_3_1 else (tokenizers.EOS, tokenizers.EOT)
         bos, *stops = (len(ranks) + token for token in (tokenizers.BOS, *ends))
         return MetaTokenizer(made, bos, stops[0], tuple(stops), len(ranks) + len(special))
-    model = tokenizers.parse_sentencepiece(data)
+    return sentencepiece_tokenizer(tokenizers.parse_sentencepiece(data), {TOKENIZER: data})
+
+
+def sentencepiece_tokenizer(model: tokenizers.SentencePieceModel, files: Mapping[str, bytes]) -> MetaTokenizer:
+    """The tokenizer of a sentencepiece model, with its own `files` (of which there may be none)."""
+    warnings = list[str]()
     names = {"bos_token": model.bos, "eos_token": model.eos, "unk_token": model.unk}
     settings = _settings({name: model.pieces[index][0] for name, index in names.items() if index >= 0})
-    made = {TOKENIZER: data, "tokenizer_config.json": json_bytes(settings)}
+    made = {**files, "tokenizer_config.json": json_bytes(settings)}
     if model.is_converted:
         made["tokenizer.json"] = tokenizers.tokenizer_bytes(tokenizers.tokenizer_json(model))
     else:

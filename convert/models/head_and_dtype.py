@@ -56,6 +56,13 @@ def find_head(names: Iterable[str], embedding: str | None) -> str:
     return transformers_source.HEADS[1] if (embedding or "").endswith("embed_in.weight") else HEAD
 
 
+def lacks_head(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> bool:
+    """Whether a decoder was saved without its output head, which is not the embedding, as `AutoModel` does."""
+    embedding = find_embedding(tensors)
+    own = config.get(TIE, transformers_source.model_names(str(config.get("model_type"))).tied)
+    return bool(embedding) and own is False and find_head(tensors, embedding) not in tensors
+
+
 def settle_head(
     tensors: dict[str, LazyTensor], config: dict[str, Any], warnings: list[str], *, sampled: bool = False
 ) -> dict[str, Any]:

@@ -70,6 +70,17 @@ class SampledMatrix:
         return self.share * float(np.sum(weighted * lost, dtype=np.float64))
 
 
+def groups_with_factors(
+    graphs: Graphs, quantized: Mapping[str, QuantizedWeight], *, brief: bool
+) -> list[SmoothingGroup]:
+    """The groups for which factors are looked for; `brief`: on a few hundred tokens, too few for each expert."""
+    every = smoothing_groups(graphs, coded(quantized, BlockFormat), aware=True)
+    groups = [group for group in every if any(quantized[one.name].is_searched for one in group.matrices)]
+    if not brief:
+        return groups
+    return [group for group in groups if len({one.expert for one in group.matrices} - {None}) != 1]
+
+
 def measure_activation_aware(
     graphs: Graphs,
     quantized: Mapping[str, QuantizedWeight],
@@ -81,10 +92,7 @@ def measure_activation_aware(
 
     With the sums of `columns` on the text the text does not run again. InputRefused if activations are not finite.
     """
-    every = smoothing_groups(graphs, coded(quantized, BlockFormat), aware=True)
-    groups = [group for group in every if any(quantized[one.name].is_searched for one in group.matrices)]
-    if columns is not None:  # a few hundred tokens are too few for factors of each expert
-        groups = [group for group in groups if len({one.expert for one in group.matrices} - {None}) != 1]
+    groups = groups_with_factors(graphs, quantized, brief=columns is not None)
     if not groups:
         warn("AWQ does not fit this model (no norm can be divided): its codes are those of `--calibrate` alone")
         return Smoothing()

@@ -25,6 +25,12 @@ def command() -> None:
 @click.argument("base")
 @click.argument("delta")
 @options.writing
+@option(
+    "--new-rows",
+    "What rows of new tokens are added to: the mean of the base's rows (Stanford Alpaca) or zeros (FastChat).  "
+    "[default: as the delta tells]",
+    click.Choice(["mean", "zeros"]),
+)
 def apply(base: str, delta: str, as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
     """Add DELTA to BASE and write the tuned model to OUT.
 

@@ -24,6 +24,7 @@ from llmconv.checkpoint import Checkpoint, is_model_folder, open_checkpoint
 from llmconv.compressed.rounding import Measured
 from llmconv.compressed.schemes import Scheme
 from llmconv.compressed.selection import OfStack, Selected
+from llmconv.convert.models.head_and_dtype import lacks_head
 from llmconv.errors import UnsupportedInput
 from llmconv.export.calibration import text_run
 from llmconv.export.language_model import open_language_model
@@ -54,6 +55,11 @@ def require_plain_files(source: Checkpoint, selected: Selected, dtype: str) -> N
         raise UnsupportedInput(
             f"`--calibrate` runs a text through weights as they are stored, and this model is not stored{changed} yet",
             hint="write it first, with `llmconv to-hf` or `llmconv merge-lora`, and quantize that folder",
+        )
+    if lacks_head(source, source.config):
+        raise UnsupportedInput(
+            f"`{source.path.name}` has no output head, and `--calibrate` runs a text through the whole language model",
+            hint="leave out `--calibrate`, or give the model as `AutoModelForCausalLM` saves it",
         )
 
 

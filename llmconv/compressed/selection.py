@@ -22,7 +22,7 @@ from llmconv.tensors import FLOATS, LazyTensor, lists_by_key
 from llmconv.timed_patterns import MatchTime
 
 END = ".weight"
-LAYER = re.compile(r"\.(?:layers|h|blocks|block|decoder\.layers)\.\d+\.")
+LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|decoder\.layers)\.\d+\.")
 EMBEDDING = re.compile(
     r"(?:^|\.)(?:embed_(?:tokens|in|positions)|\w*_embeddings?|embeddings?|wte|wpe|relative_attention_bias)$"
 )

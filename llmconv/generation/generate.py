@@ -35,7 +35,7 @@ from llmconv.progress import say, warn
 from llmconv.runtime.onnxruntime.session_file import SessionOptions, session_settings
 from llmconv.runtime.onnxruntime.session_settings import REMOTE_SILENCE, StageAddresses
 from llmconv.runtime.runner import PromptEmbeddings
-from llmconv.runtime.tokenizer import TOKENIZER, TooManyTokens, token_ids
+from llmconv.runtime.tokenizer import TOKENIZER, TooManyTokens, starts_twice, token_ids
 
 if TYPE_CHECKING:
     from llmconv.generation.structured import Structure
@@ -176,6 +176,7 @@ def encode_all(
             refused[number] = error
             whole.append(EncodedPrompt(error.ids))
     long = {*refused}
+    warn_of_two_starts(model, prompts, whole, wording)
     cut = [one.ids if one.embeddings else wording.cut(model, one.ids) for one in whole]
     found = several(prompts, [replace(one, ids=ids) for one, ids in zip(whole, cut, strict=True)], count, settings)
     for number, (one, name) in enumerate(zip(cut, prompt_names(len(prompts)), strict=True)):
@@ -191,6 +192,22 @@ def encode_all(
     if problems and len(problems) == len(found):
         raise problems[0]
     return found
+
+
+def warn_of_two_starts(
+    model: TextModel, prompts: Sequence[Prompt], encoded: Sequence[EncodedPrompt], wording: Wording
+) -> None:
+    """Warns of prompts that begin with two start tokens, one of them the prompt's or the template's own."""
+    twice = [one for one, made in zip(prompts, encoded, strict=True) if starts_twice(model.tokenizer, made.ids)]
+    if not twice:
+        return
+    token, chats = model.tokenizer.bos_token, sum(map(wording.is_chat, twice))
+    advice = (
+        "its template writes one too many"
+        if chats
+        else ("the tokenizer adds one: take it out of the prompt, or give `--no-add-special-tokens`")
+    )
+    warn(f"{len(twice)} of {len(prompts)} prompts begin with `{token}` twice, and answers may be worse; {advice}")
 
 
 def several(

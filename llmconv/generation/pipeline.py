@@ -20,6 +20,7 @@ from llmconv.generation.generate import (
     options_of,
     require_count,
     several,
+    warn_of_two_starts,
 )
 from llmconv.generation.model import TextModel
 from llmconv.generation.prompts import EncodedPrompt, Prompt, prompt_names
@@ -206,6 +207,7 @@ class TextGeneration:
         prompts = [one if isinstance(one, Prompt) else Prompt(one) for one in _contents(inputs if many else [inputs])]
         names = prompt_names(len(prompts))
         encoded = [self._encode(*one, shape) for one in zip(prompts, names, strict=True)]
+        warn_of_two_starts(self.model, prompts, encoded, Wording())
         texts = self._texts(prompts, encoded, names, self._settings(given), shape)
         records = [
             [self._record(prompt.content, one.ids, tokens, shape) for tokens in several]

@@ -1,5 +1,7 @@
 """Float4Weight: pairs of 4-bit floats (e2m1) with a scale per group of columns, as compressed-tensors stores them.
 
+ModelOpt has other names, and a global scale that is multiplied (`methods/modelopt.py`).
+
 Layout (`compressed_tensors/compressors/nvfp4`, `mxfp4`): `X.weight_packed` uint8 out×(in/2), the first of two codes in
 the low half, with `X.weight_scale` out×(in/size): float8_e4m3fn, divided by `X.weight_global_scale` float32 [1]
 (NVFP4), or exponents of two, biased by 127 (MXFP4).
@@ -25,6 +27,7 @@ SIZES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 BOUNDS = (SIZES[:-1] + SIZES[1:]) / 2
 TABLE = np.concatenate([SIZES, -SIZES])
 BIAS = 127  # of exponents
+ROUNDED_UP = np.float32(1 + 1e-6)  # by which a scale that is computed of its own values may be too large
 E4M3 = np.arange(0x7F, dtype=np.uint8)  # the codes of the numbers from 0 to 448
 
 
@@ -34,29 +37,33 @@ class Float4Weight(PackedWeight):
 
     stem: str
     size: int  # columns of a group
+    ends: tuple[str, str, str] = (PACKED, SCALE, GLOBAL)  # of the names of codes, scales and what all scales share
+    multiplied: bool = False  # scales are multiplied by what they share (ModelOpt), not divided
 
     @cached_property
     def whole(self) -> np.float32:
-        """What all scales are divided by."""
-        name = self.stem + GLOBAL
+        """What all scales are divided by, or multiplied with."""
+        name = self.stem + self.ends[2]
         if name not in self.parts:
             return np.float32(1)
-        found = np.float32(finite(self.parts[name].read(), name)[0])
+        found = np.float32(finite(self.parts[name].read(), name).reshape(-1)[0])
         if found <= 0:
-            refuse(name, f"is {found}, and scales are divided by it")
+            refuse(name, f"is {found}, and scales are {'multiplied' if self.multiplied else 'divided'} by it")
         return found
 
     def scales(self, start: int, stop: int) -> Array:
         """Scales of rows, float32 [rows, groups], finite."""
-        stored = self.parts[self.stem + SCALE].rows(start, stop)
+        name = self.stem + self.ends[1]
+        stored = self.parts[name].rows(start, stop)
         if stored.dtype == np.uint8:
-            return finite(np.ldexp(np.float32(1), stored.astype(np.int32) - BIAS), self.stem + SCALE)
-        found: Array = finite(stored, self.stem + SCALE) / self.whole
+            return finite(np.ldexp(np.float32(1), stored.astype(np.int32) - BIAS), name)
+        scales = finite(stored, name)
+        found: Array = scales * self.whole if self.multiplied else scales / self.whole
         return found
 
     def codes(self, start: int, stop: int) -> Array:
         """uint8 [rows, columns]."""
-        pairs = self.parts[self.stem + PACKED].rows(start, stop)
+        pairs = self.parts[self.stem + self.ends[0]].rows(start, stop)
         return np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(stop - start, -1)
 
     def values(self, start: int, stop: int) -> Array:
@@ -67,7 +74,8 @@ class Float4Weight(PackedWeight):
 
     def requantized(self, weight: LazyTensor) -> Self:
         """See `PackedWeight`. A group keeps its scale where its largest value fits and uses half of the range."""
-        packed, scale = self.parts[self.stem + PACKED], self.parts[self.stem + SCALE]
+        of_codes, of_scales = (self.stem + end for end in self.ends[:2])
+        packed, scale = self.parts[of_codes], self.parts[of_scales]
 
         def grouped(start: int, stop: int) -> Array:
             return weight.rows(start, stop).astype(np.float32).reshape(stop - start, -1, self.size)
@@ -75,12 +83,12 @@ class Float4Weight(PackedWeight):
         def chosen(start: int, stop: int, values: Array) -> Array:
             peaks, old = np.abs(values).max(axis=-1), self.scales(start, stop)
             wanted = peaks / SIZES[-1]
-            kept = (wanted <= old) & (wanted > old / 2) | (peaks == 0)
+            kept = (wanted <= old * ROUNDED_UP) & (wanted > old / 2) | (peaks == 0)
             return np.where(kept, scale.rows(start, stop), self._stored(wanted).view(scale.dtype.numpy))
 
         def new_packed(start: int, stop: int) -> Array:
             values = grouped(start, stop)
-            trial = replace(self, parts={**self.parts, self.stem + SCALE: _given(scale, chosen(start, stop, values))})
+            trial = replace(self, parts={**self.parts, of_scales: _given(scale, chosen(start, stop, values))})
             scales = trial.scales(0, stop - start)[..., None]
             shares = np.divide(values, scales, out=np.zeros_like(values), where=scales != 0)
             codes = np.searchsorted(BOUNDS, np.abs(shares)).astype(np.uint8) | np.signbit(shares).view(np.uint8) << 3
@@ -89,8 +97,8 @@ class Float4Weight(PackedWeight):
             return made
 
         parts = {
-            self.stem + PACKED: LazyTensor(packed.dtype, packed.shape, new_packed),
-            self.stem + SCALE: LazyTensor(
+            of_codes: LazyTensor(packed.dtype, packed.shape, new_packed),
+            of_scales: LazyTensor(
                 scale.dtype, scale.shape, lambda start, stop: chosen(start, stop, grouped(start, stop))
             ),
         }
@@ -98,12 +106,14 @@ class Float4Weight(PackedWeight):
 
     def _stored(self, scales: Array) -> Array:
         """The least scale in the file's form that is no smaller, or the largest; bytes."""
-        if self.parts[self.stem + SCALE].dtype.name == "uint8":
+        scale = self.parts[self.stem + self.ends[1]]
+        if scale.dtype.name == "uint8":
             exponents = np.ceil(np.log2(np.maximum(scales, np.finfo(np.float32).tiny))) + BIAS
             fitting: Array = np.clip(exponents, 0, 254)
             return fitting.astype(np.uint8)
-        steps = E4M3.view(self.parts[self.stem + SCALE].dtype.numpy).astype(np.float32)
-        places: Array = np.clip(np.searchsorted(steps, scales * self.whole), 1, len(steps) - 1)
+        steps = E4M3.view(scale.dtype.numpy).astype(np.float32)
+        wanted = (scales / self.whole if self.multiplied else scales * self.whole) / ROUNDED_UP
+        places: Array = np.clip(np.searchsorted(steps, wanted), 1, len(steps) - 1)
         return places.astype(np.uint8)
 
 

@@ -352,6 +352,15 @@ def encode_prompt(
     return [int(first)]
 
 
+def starts_twice(tokenizer: Any, ids: Sequence[int]) -> bool:
+    """Whether tokens begin with two start tokens: a text had one, and the tokenizer put its own before it.
+
+    transformers, vLLM and llama.cpp run such a prompt as it is (llama.cpp says so), and so does llmconv.
+    """
+    bos = tokenizer.bos_token_id
+    return bos is not None and list(ids[:2]) == [bos, bos]
+
+
 def token_ids(tokenizer: Any, text: str, most: int | None = None, **options: Any) -> list[int]:
     """Token ids of a text, up to twice `most`, so that the caller can report their number.
 

@@ -21,7 +21,7 @@ from llmconv.memory import available_memory
 from llmconv.progress import warn
 from llmconv.runtime.chat_templates import find_template, require_valid
 from llmconv.runtime.runner import Cache, PromptEmbeddings, RemoteCache
-from llmconv.runtime.tokenizer import TOKENIZER, TokenDecoder, TooManyTokens, token_ids
+from llmconv.runtime.tokenizer import TOKENIZER, TokenDecoder, TooManyTokens, starts_twice, token_ids
 from llmconv.serve.answer_format import AnswerFormat, AnswerPlan
 from llmconv.serve.answer_forms import made
 from llmconv.serve.answer_parser import AnswerParser
@@ -117,6 +117,7 @@ class ServedModel:
         self._stops = find_template(template).stops
         self.shown = TokenDecoder(model.tokenizer, frozenset(model.decode.special_texts))
         self._bytes: Sequence[bytes] | None = None
+        self._warned = False  # of a prompt with two start tokens
         if self.chats:
             try:
                 require_valid(self.model.tokenizer, self._template)
@@ -371,7 +372,12 @@ class ServedModel:
 
     def _encode(self, prompt: str | tuple[int, ...]) -> EncodedPrompt:
         if isinstance(prompt, str):
-            return EncodedPrompt(self.model.without_images(self.model.encode(prompt, most=self.model.longest_prompt)))
+            ids = self.model.encode(prompt, most=self.model.longest_prompt)
+            if not self._warned and starts_twice(self.model.tokenizer, ids):
+                self._warned = True  # once, as a client repeats it
+                token = self.model.tokenizer.bos_token
+                warn(f"a prompt begins with `{token}` twice: the tokenizer adds it to the one that the client sends")
+            return EncodedPrompt(self.model.without_images(ids))
         most = self.model.vocabulary
         if (odd := next((token for token in prompt if not 0 <= token < most), None)) is not None:
             problem = f"`prompt` has the token id {odd}, outside the model's vocabulary of {most}"

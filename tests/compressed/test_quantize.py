@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import llmconv
 from llmconv.checkpoint import Checkpoint, open_checkpoint
@@ -47,6 +47,19 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 def test_names_of_the_command_are_those_of_the_table() -> None:
     assert list(SCHEMES) == NAMES
     assert llmconv.quantize is quantize
+
+
+def test_a_model_that_automodel_saved_has_the_codes_of_the_whole_one(tmp_path: Path) -> None:
+    whole = save(tmp_path / "whole", LlamaConfig(**SIZES, tie_word_embeddings=False))
+    AutoModel.from_pretrained(whole).save_pretrained(tmp_path / "base")  # no `model.` before the names, no head
+    for name in ("whole", "base"):
+        quantize(tmp_path / name, tmp_path / f"{name}-codes", scheme="w4a16", quant_block=32)
+    codes, own = weights_of(tmp_path / "whole-codes"), weights_of(tmp_path / "base-codes")
+    assert {f"model.{name}" for name in own} == {name for name in codes if not name.startswith("lm_head")}
+    assert any(name.startswith("layers.") and name.endswith("weight_packed") for name in own)
+    assert all(torch.equal(one, codes[f"model.{name}"]) for name, one in own.items())
+    with pytest.raises(UnsupportedInput, match="no output head"):
+        quantize(tmp_path / "base", tmp_path / "out", scheme="w4a16", quant_block=32, calibrate="default")
 
 
 KINDS: list[tuple[str, dict[str, tuple[int, ...]], list[str], list[str]]] = [

@@ -16,19 +16,21 @@ import torch
 from click.testing import CliRunner
 from hypothesis import given, settings
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from llmconv.checkpoint import read_json
+from llmconv.checkpoint import open_checkpoint, read_json
 from llmconv.cli import main
 from llmconv.convert import from_hf, to_hf
 from llmconv.convert.formats.meta import intermediate_of
 from llmconv.convert.from_hugging_face import SETTINGS, SPECIAL
+from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.generation.sampling import KINDS, NEUTRAL, NO_NEUTRAL, GenerationSettings
 from tests.builders.accessory_models import FIXTURES
 from tests.builders.consolidated import assert_same_shards, there_and_back
 from tests.builders.hf_models import FALCON, LLAMA, MIXTRAL, save_model
+from tests.builders.tiny_models import contents
 
 SIZES = {
     "num_key_value_heads": st.sampled_from([1, 2, 4, 8]),
@@ -42,6 +44,29 @@ SIZES = {
     "rms_norm_eps": st.sampled_from([1e-5, 1e-6]),
 }
 LLAMAS = st.fixed_dictionaries(SIZES).map(lambda changes: LLAMA | changes)
+
+
+@pytest.mark.parametrize("class_name", ["LlamaModel", "LlamaForCausalLM"])
+def test_a_model_that_automodel_saved_is_written_as_the_whole_one(tmp_path: Path, class_name: str) -> None:
+    """Qwen3-Embedding is released so, with the class of the whole model in `architectures`."""
+    save_model(tmp_path / "whole", LLAMA | {"tie_word_embeddings": True})
+    AutoModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "base")
+    config = read_json(tmp_path / "base" / "config.json") | {"architectures": [class_name]}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    assert "embed_tokens.weight" in open_checkpoint(tmp_path / "base")
+    for name in ("whole", "base"):
+        from_hf(tmp_path / name, tmp_path / f"{name}-meta", to="meta")
+        from_hf(tmp_path / name, tmp_path / f"{name}-gguf", to="gguf")
+    for kind in ("meta", "gguf"):
+        whole, base = (open_training(tmp_path / f"{name}-{kind}") for name in ("whole", "base"))
+        assert contents(whole) == contents(base) and whole.config == base.config
+
+
+def test_a_model_without_its_own_head_is_refused(tmp_path: Path) -> None:
+    save_model(tmp_path / "whole", LLAMA | {"tie_word_embeddings": False})
+    AutoModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "base")
+    with pytest.raises(UnsupportedInput, match="saved without its output head"):
+        from_hf(tmp_path / "base", tmp_path / "out", to="meta")
 
 
 # How configurations state rotary positions: transformers 5, 4, both, and what users add to a file of either

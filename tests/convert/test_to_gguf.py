@@ -10,13 +10,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 from click.testing import CliRunner
-from gguf import GGUFReader
+from gguf import GGUFReader, GGUFWriter
 
 import llmconv
+from llmconv.checkpoint import json_object
 from llmconv.cli import main
 from llmconv.convert import from_hf, to_gguf, to_hf
+from llmconv.convert.formats.gguf.tokenizer import SAMPLING, sampling_fields
+from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, OutputFailed, UnsupportedInput, UsageProblem
 from llmconv.output import local_folder, plan
 from tests.builders.embedding_models import TANH, save_modules
@@ -147,3 +151,44 @@ def test_modules_that_a_file_does_not_state_are_told(
     to_gguf(save_modules(save_tiny("qwen3", tmp_path / "model"), pooling, dense), tmp_path / "x.gguf")
     assert f"does not state the modules {named} of" in capsys.readouterr().err
     assert ("qwen3.pooling_type" in GGUFReader(tmp_path / "x.gguf").fields) is (named == "Dense")
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0, "repetition_penalty": 1.05, "do_sample": True},
+    {"temperature": 1, "top_p": 0.8, "eos_token_id": [2, 1]},
+    {"do_sample": False, "top_k": None},
+    {"temperature": "0.6", "top_k": True},
+    {},
+]
+
+
+@pytest.mark.parametrize("fields", SETTINGS, ids=str)
+def test_sampling_settings_are_those_of_the_converter_and_come_back(tmp_path: Path, fields: dict[str, Any]) -> None:
+    model = save_tiny("llama", tmp_path / "model")
+    (model / "generation_config.json").write_text(json.dumps(fields))
+    to_gguf(model, tmp_path / "model.gguf")
+    found = {name: one for name, one in GGUFReader(tmp_path / "model.gguf").fields.items() if "sampling" in name}
+    numbers = {name: one for name, one in fields.items() if type(one) in (int, float)}
+    older = {"penalty_repeat": numbers["repetition_penalty"]} if "repetition_penalty" in numbers else {}
+    (model / "generation_config.json").write_text(json.dumps(numbers | older))  # it took this name alone until 2026
+    writer = GGUFWriter(tmp_path / "theirs.gguf", "llama")
+    gguf.Metadata.load(None, model).set_gguf_meta_model(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    theirs = {name: one for name, one in GGUFReader(tmp_path / "theirs.gguf").fields.items() if "sampling" in name}
+    assert {name: (one.types, one.contents()) for name, one in found.items()} == {
+        name: (one.types, one.contents()) for name, one in theirs.items()
+    }
+    back = json_object(open_training(tmp_path / "model.gguf").side_files.get("generation_config.json", b"{}"))
+    sampling = {name: back[name] for name in SAMPLING if name in back}
+    assert sampling == {name: one for name, one in numbers.items() if name in SAMPLING}
+    assert back.get("do_sample") is (True if sampling else None)
+
+
+def test_settings_that_transformers_lacks_are_named(tmp_path: Path) -> None:
+    warnings = list[str]()
+    stated = {"general.sampling.mirostat": 2, "general.sampling.temp": 0.0, "general.sampling.top_k": 40}
+    assert sampling_fields(stated, "x.gguf", warnings) == {"do_sample": False}
+    assert len(warnings) == 1 and "mirostat" in warnings[0]
+    assert sampling_fields({"general.sampling.temp": 1e300, "general.sampling.top_p": float("nan")}, "x", []) == {}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
@@ -17,6 +20,7 @@ from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.export import InputMap, export, register_input_map
 from llmconv.export.families import INPUT_MAPS
 from llmconv.export.input_map import Port
+from tests.builders.talking import save_letters
 
 DEMO = Path(__file__).parents[2] / "examples/demo.py"
 BYTES = ("weight_bytes", "weight_bytes_mapped", "weight_bytes_copied", "weight_bytes_not_copied")
@@ -168,3 +172,21 @@ def test_factors_that_no_graph_maps_are_counted(talking: Path, tmp_path: Path) -
     assert exported.quantized
     assert exported.weight_bytes_written == exported.weight_bytes_mapped + exported.quantized.factors
     assert f"{exported.quantized.factors:,} bytes of factors, which only `verify` reads" in exported.quantized.line
+
+
+@pytest.mark.slow_rows("gpt2", "qwen3_moe")
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe"])
+def test_a_dry_run_counts_what_a_text_will_tell(tiny: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
+    """No fewer bytes than the run writes, and as many where it finds factors for all that may have some."""
+    folder = Path(shutil.copytree(tiny(kind), tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    spread = np.random.default_rng(1)
+    for name, one in tensors.items():  # columns of very different sizes, so that factors pay
+        if one.ndim > 1:
+            tensors[name] = one * np.exp(spread.standard_normal(one.shape[-1]) * 2).astype(one.dtype)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_letters(folder)
+    dry, made = (export(folder, tmp_path / "out", quant="int4", dry_run=dry) for dry in (True, False))
+    assert dry.quantized and made.quantized
+    assert dry.quantized.fields()["factor_bytes"] >= made.quantized.fields()["factor_bytes"] > 0
+    assert dry.files["quantized.safetensors"] >= made.files["quantized.safetensors"]

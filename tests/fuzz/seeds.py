@@ -22,6 +22,7 @@ from llmconv.checkpoint import read_json
 from llmconv.compressed.rounding import SharedPeak
 from llmconv.compressed.schemes import BASE_FORMATS, SCHEMES, IntegerOptions, Weight, scheme_of
 from llmconv.tensors import BY_CODE, BY_NAME, in_memory
+from tests.builders.torch_states import FIXTURES
 from tests.hostile import adapters, deltas, gguf, honest, legacy
 from tests.hostile.pickles import PYTHON, call, text
 
@@ -73,6 +74,12 @@ def megatron(folder: Path) -> Path:
 def ggufs() -> list[bytes]:
     """GGUF files of a Llama with either tokenizer, and of a Mixtral."""
     return [gguf.gguf(), gguf.gguf(gguf.PIECES), gguf.gguf({**EXPERTS, **gguf.PIECES}, gguf.mixtral())]
+
+
+def llama2c_files() -> list[bytes]:
+    """Genuine `.bin` files of llama2.c of every version."""
+    names = ("tied/v0.bin", "tied/v1.bin", "codes_untied/model.bin")
+    return [(FIXTURES / "llama2c" / name).read_bytes() for name in names]
 
 
 IMPORTANCE = {"blk.0.attn_q.weight": (4, 4), "blk.0.ffn_up_exps.weight": (2, 3, 4)}  # shapes of matrices

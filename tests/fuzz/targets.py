@@ -15,6 +15,7 @@ from llmconv.convert.deltas.exact import open_exact
 from llmconv.convert.formats import formats
 from llmconv.convert.formats.gguf.importance import read_importance
 from llmconv.convert.formats.gguf.save import _value
+from llmconv.convert.formats.llama2c import read_tokenizer as read_llama2c_tokenizer
 from llmconv.convert.formats.mindformers.mindspore import read_ckpt, read_strategy
 from llmconv.convert.formats.paddle.read import open_pdparams
 from llmconv.convert.formats.verl.ranks import join_ranks
@@ -69,6 +70,7 @@ from tests.fuzz.seeds import (
     hugging_face,
     images,
     importances,
+    llama2c_files,
     megatron,
     old_file,
     one_tensor,
@@ -97,6 +99,14 @@ def _open_gguf(path: Path) -> None:
     json.dumps(opened.config, allow_nan=False)
     for tensor in opened.tensors.values():
         tensor.read()
+
+
+def _open_llama2c(path: Path) -> None:
+    """The model in a `.bin` file of llama2.c, and its tensors."""
+    found = formats()["llama2c"]
+    if found.detect(path):
+        for tensor in open_format(found, path, path.name, {}, None).tensors.values():
+            tensor.read()
 
 
 def _read_importance(path: Path) -> None:
@@ -172,6 +182,14 @@ TARGETS: dict[str, Target] = {
     "safetensors": Target("a.safetensors", lambda: [built(hugging_face, "a.safetensors")], read_header),
     "gguf": Target("x.gguf", ggufs, _open_gguf, words=GGUF_WORDS),
     "gguf-keys": Target("x.json", gguf_keys, lambda path: _open_gguf(with_keys(path)), refused=gguf_families),
+    "llama2c": Target(
+        "x.bin", llama2c_files, _open_llama2c, words=(b"24ka", *(bytes([n, 0, 0, 0]) for n in (1, 2, 16)))
+    ),
+    "llama2c-tokens": Target(
+        "tokenizer.bin",
+        lambda: [(FIXTURES.parent / "llama2c" / "grouped_untied_compiled" / "tokenizer.bin").read_bytes()],
+        read_llama2c_tokenizer,
+    ),
     "quantized-folder": Target("x.json", code_folders, lambda path: _read_codes(with_codes(path))),
     "importance": Target("x.imatrix", importances, _read_importance, words=GGUF_WORDS),
     "header": Target(

@@ -12,10 +12,14 @@ from click.testing import CliRunner, Result
 from tokenizers import processors
 from transformers import AutoTokenizer
 
+import llmconv
 from llmconv.cli import main
 from llmconv.errors import InputRefused, UsageProblem
-from llmconv.generation import TextModel, generate
+from llmconv.generation import Prompt, TextModel, generate
+from llmconv.generation.generate import Wording, encode_all
+from llmconv.progress import warnings_to
 from llmconv.runtime.tokenizer import UNKNOWN
+from llmconv.serve.served_model import ServedModel
 
 
 def run(*arguments: object) -> Result:
@@ -57,6 +61,55 @@ def test_special_tokens_are_left_out_on_request(starting: Path, talking: Path) -
     assert bare.completions == plain.completions != generate(starting, ["hello"]).completions
     shown = run(starting, "hello", "--no-add-special-tokens")
     assert shown.stdout == plain.completions[0].text + "\n"
+
+
+@pytest.fixture(scope="module")
+def begun(starting: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with `~` as its `bos_token`, and a chat template that writes it."""
+    folder = Path(shutil.copytree(starting, tmp_path_factory.mktemp("begun") / "tiny"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.bos_token = "~"
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "said"),
+    [
+        (["hello"], {}, ""),
+        (["~hello", "a"], {}, "1 of 2 prompts begin with `~` twice"),
+        (["~hello"], {"add_special_tokens": False}, ""),
+        (["hello"], {"chat": True}, ""),
+        (["~hello"], {"chat": True}, "its template writes one too many"),
+        (["~hello"], {"src_length": 4}, "begin with `~` twice"),
+    ],
+)
+def test_two_start_tokens_stay_and_are_a_warning(
+    begun: Path, prompts: list[str], options: dict[str, object], said: str
+) -> None:
+    warnings = list[str]()
+    model = TextModel.open(begun)
+    with warnings_to(warnings.append):
+        found = encode_all(model, [Prompt(one) for one in prompts], Wording(**options), model.defaults)  # type: ignore[arg-type]
+    assert [said in one for one in warnings] == [True] * bool(said)
+    tokenizer = AutoTokenizer.from_pretrained(begun)
+    if not options:  # as transformers
+        assert found[0].tokens == tokenizer(prompts[0])["input_ids"]
+    if options.get("chat"):
+        chat = [{"role": "user", "content": prompts[0]}]
+        expected = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+        assert found[0].tokens == expected
+
+
+def test_a_server_and_a_pipeline_say_it_too(begun: Path) -> None:
+    model, warnings = TextModel.open(begun), list[str]()
+    served = ServedModel(model, "tiny")
+    with warnings_to(warnings.append):
+        found = [served._encode(text).ids for text in ("a", "~a", "~b")]
+        assert len(warnings) == 1 and "begins with `~` twice" in warnings[0]
+        llmconv.pipeline("text-generation", model=model)("~a", max_new_tokens=1)
+    assert len(warnings) == 2 and [len(ids) for ids in found] == [3, 4, 4]
 
 
 def test_cut_prompts_are_counted(talking: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert.models.head_and_dtype import plain_tensors
@@ -175,22 +177,105 @@ def test_settings_in_another_place_are_named(place: str, changed: Callable[..., 
     assert quantized_checkpoint(replace(moved, tensors=plain)) is None  # plain weights, and a field that is left over
 
 
-@pytest.mark.parametrize("algorithm", ["FP8", "NVFP4", None])
-def test_settings_of_modelopt_in_a_file_of_their_own_are_named(
-    algorithm: str | None, changed: Callable[..., Path]
-) -> None:
-    """Without an algorithm only keys and values are quantized, and weights are plain."""
+@pytest.mark.parametrize("name", ["modelopt_fp8", "modelopt_fp8_channel", "modelopt_nvfp4"])
+def test_settings_of_modelopt_may_be_in_a_file_of_their_own(name: str, changed: Callable[..., Path]) -> None:
+    folder = changed(name)
+    expected = quantized_checkpoint(open_checkpoint(folder))
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    shutil.copy(FOLDER / name / "hf_quant_config.json", folder)
+    found = quantized_checkpoint(open_checkpoint(folder))
+    assert found and expected and found.method.name == "modelopt" and found.weights.keys() == expected.weights.keys()
+
+
+def test_modelopt_with_quantized_keys_and_values_alone_has_plain_weights(changed: Callable[..., Path]) -> None:
     folder = changed(PACKED)
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
-    stated = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8"}}
+    stated = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
     (folder / "hf_quant_config.json").write_text(json.dumps(stated))
-    if algorithm is None:
-        assert quantized_checkpoint(open_checkpoint(folder)) is None
-    else:
-        with pytest.raises(UnsupportedInput, match="quantized with `modelopt`"):
-            quantized_checkpoint(open_checkpoint(folder))
+    assert quantized_checkpoint(open_checkpoint(folder)) is None
+
+
+@pytest.mark.parametrize("algorithm", ["W4A16_AWQ", "fp8_pb_wo", "NVFP4_AWQ", "MXFP8", "W8A8_SQ_PER_CHANNEL", None])
+def test_other_formats_of_modelopt_are_refused_by_name(algorithm: str | None, changed: Callable[..., Path]) -> None:
+    folder = changed("modelopt_nvfp4", quant_algo=algorithm)
+    with pytest.raises(UnsupportedInput, match=f"by ModelOpt as `{algorithm}`"):
+        quantized_checkpoint(open_checkpoint(folder))
+
+
+NV = "model.layers.0.mlp.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem", "says"),
+    [
+        ({f"{NV}.pre_quant_scale": torch.ones(96)}, UnsupportedInput, "scaled by columns"),
+        ({f"{NV}.weight_scale_2": None}, MalformedInput, "weight_scale_2"),
+        ({f"{NV}.weight_scale_2": torch.tensor(0.0)}, MalformedInput, "scales are multiplied by it"),
+        ({f"{NV}.weight_scale": torch.ones(64, 5).to(torch.float8_e4m3fn)}, MalformedInput, "weight_scale"),
+        ({f"{NV}.weight": torch.ones(64, 44, dtype=torch.uint8)}, MalformedInput, "groups of 16"),
+        ({f"{NV}.weight": torch.ones(64, 96)}, MalformedInput, "scale of no quantized weight"),
+    ],
+)
+def test_parts_of_modelopt_that_do_not_fit_are_refused(
+    change: dict[str, torch.Tensor | None], problem: type[Exception], says: str, changed: Callable[..., Path]
+) -> None:
+    with pytest.raises(problem, match=says):
+        found = quantized_checkpoint(open_checkpoint(changed("modelopt_nvfp4", change)))
+        assert found
+        found.plain[f"{NV}.weight"].read()
+
+
+OWN = {"quant_method": "auto-round", "data_type": "int", "group_size": 32}
+NAMED = {"extra_config": {"lm_head": {"bits": 16, "data_type": "float"}, DOWN: {"bits": 4}}}
+
+
+@pytest.mark.parametrize(
+    ("base", "fields"),
+    [
+        ("awq_gemm", {"packing_format": "auto_round:auto_awq", "bits": 4, "sym": False}),
+        ("gptq_4bit_sym", {"packing_format": "auto_round:auto_gptq", "bits": 4, "sym": True}),
+        ("gptq_8bit_v2", {"packing_format": "auto_round", "bits": 8, "sym": False}),
+        ("gptq_4bit_sym", {"packing_format": "auto_round:auto_gptq", "bits": 8, "sym": True, **NAMED}),
+    ],
+)
+def test_layouts_of_auto_round_are_those_of_gptq_and_awq(
+    base: str, fields: dict[str, Any], changed: Callable[..., Path]
+) -> None:
+    expected, folder = opened(FOLDER / base), changed(base)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {**OWN, **fields}}))
+    name = f"{DOWN}.weight"
+    others = {} if "extra_config" not in fields else {one: None for one in stored(folder) if "proj" in one}
+    if others:  # one module with bits of its own
+        kept = {one: tensor for one, tensor in stored(folder).items() if one not in others or one.startswith(DOWN)}
+        save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    assert np.array_equal(opened(folder).plain[name].read(), expected.plain[name].read())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"packing_format": "auto_round:fp8_static"},
+        {"packing_format": "auto_round:llm_compressor", "data_type": "nv_fp"},
+        {"data_type": "mx_int"},
+    ],
+)
+def test_other_layouts_of_auto_round_are_refused_by_name(fields: dict[str, Any], changed: Callable[..., Path]) -> None:
+    with pytest.raises(UnsupportedInput, match="by AutoRound as"):
+        opened(changed("autoround_asym", **fields))
+
+
+def test_zero_points_that_auto_round_damaged_are_refused(changed: Callable[..., Path]) -> None:
+    """Before 0.13 or so a zero point of 0 was stored as -1, which fills the fields above it with ones."""
+    zeros = stored(FOLDER / "autoround_asym")[f"{DOWN}.qzeros"].clone()
+    zeros[0, 0] |= -16
+    folder = changed("autoround_asym", {f"{DOWN}.qzeros": zeros}, packing_format="auto_round:auto_gptq")
+    with pytest.raises(UnsupportedInput, match=r"down_proj\.qzeros"):
+        opened(folder)
 
 
 @pytest.mark.parametrize("table", ["model.embed_tokens", "transformer.wte", "backbone.embeddings"])

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import SENTENCE_MODULES, Checkpoint, is_model_folder
+from llmconv.checkpoint import SENTENCE_MODULES, Checkpoint, is_model_folder, json_object
 from llmconv.convert.algebra import equal
 from llmconv.convert.assembly import side_files_of
 from llmconv.convert.formats import Format
@@ -19,7 +19,7 @@ from llmconv.convert.formats.gguf.codes import filled, turned_in, types_by_name,
 from llmconv.convert.formats.gguf.configs import FREQUENCIES, HINT, LONG, POOLINGS, Keys
 from llmconv.convert.formats.gguf.names import in_hugging_face_names
 from llmconv.convert.formats.gguf.save import KINDS, Stored, gguf_pieces, save
-from llmconv.convert.formats.gguf.tokenizer import special_ids, tokenizer_files
+from llmconv.convert.formats.gguf.tokenizer import sampling_fields, special_ids, tokenizer_files
 from llmconv.convert.models.completeness import as_loaded
 from llmconv.convert.models.config_file import plain_fields, with_architecture
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
@@ -29,6 +29,7 @@ from llmconv.output.plan import json_bytes
 from llmconv.tensors import BY_NAME, LazyTensor, as_bytes, cast
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+GENERATION = "generation_config.json"
 GRAPHS = "graphs"  # the `quant` of an export, which has an operator for every type
 
 
@@ -93,6 +94,9 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     settings = settings if "quantization_config" in settings else as_loaded(tensors, settings)
     side_files = side_files_of(path, tokenizer) if tokenizer else tokenizer_files(found.metadata, path.name, warnings)
     side_files |= _modules(keys, found.metadata, settings, warnings)
+    if sampling := sampling_fields(found.metadata, path.name, warnings):
+        generation = json_object(side_files.get(GENERATION, b"{}")) or {}
+        side_files[GENERATION] = json_bytes({**sampling, **generation})
     counts = Counter(tensor.type for tensor in found.tensors.values())
     types = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
     dropped = [name for name in (FREQUENCIES, *LONG) if name in found.tensors]

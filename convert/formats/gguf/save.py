@@ -47,7 +47,7 @@ from llmconv.convert.formats.gguf.names import (
     TURNED,
     in_hugging_face_names,
 )
-from llmconv.convert.formats.gguf.tokenizer import tokenizer_keys
+from llmconv.convert.formats.gguf.tokenizer import sampling_keys, tokenizer_keys
 from llmconv.convert.models.model_config import rope_settings
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.copying import cores
@@ -127,6 +127,7 @@ def save(checkpoint: Checkpoint, shards: int, imatrix: Path | None = None, *, ki
         **{f"{architecture}.{key}": value for key, value in keys.items()},
         **{f"{architecture}.{key}": value for key, value in _pooling(checkpoint.path, warnings).items()},
         **vocabulary,
+        **sampling_keys(checkpoint.side_files),
         **about,
     }
     container = partial(gguf_pieces, metadata=metadata, stored=stored)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -36,7 +37,7 @@ from llmconv.convert.tokenizers import (
     tokenizer_json,
     tokens_of_other_files,
 )
-from llmconv.errors import MalformedInput, UnsupportedInput, first_line
+from llmconv.errors import MalformedInput, UnsupportedInput, first_line, listing
 
 CONTROL, USER_DEFINED, UNUSED, BYTE = 3, 4, 5, 6
 PADDING = re.compile(r"\[PAD\d+\]")
@@ -266,6 +267,43 @@ def _steps(words: Words) -> list[dict[str, Any]]:
         ]
         return [*splits, level]
     return [{"type": "Digits", "individual_digits": True}, level] if words.digits else [level]
+
+
+# gguf-py `metadata.py`: field of `generation_config.json`, and the key after `general.sampling.`; llama.cpp takes them
+# where its command line says nothing else (`common.cpp`, `common_init_sampler_from_model`)
+SAMPLING = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+SAMPLING |= {"repetition_penalty": "penalty_repeat"}
+PREFIX, INT32 = "general.sampling.", 5
+
+
+def sampling_fields(metadata: Mapping[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
+    """The fields of `generation_config.json` by which llama.cpp samples from the file; a warning for other settings."""
+    stated = {key.removeprefix(PREFIX): value for key, value in metadata.items() if key.startswith(PREFIX)}
+    found: dict[str, Any] = {}
+    for name, key in SAMPLING.items():
+        value = stated.pop(key, None)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1 << 31:
+            continue
+        # a float32 in the fewest digits, as it was written
+        found[name] = int(value) if name == "top_k" else float(str(np.float32(value)))
+    if stated:
+        warnings.append(
+            f"transformers has no such settings, which are left out: {listing(sorted(stated))} (`{source}`)"
+        )
+    greedy = found.get("temperature", 1) <= 0
+    return {"do_sample": False} if greedy else {**found, "do_sample": True} if found else {}
+
+
+def sampling_keys(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """The keys of the sampling settings, of the types that llama.cpp's converter writes."""
+    given = read_object(files, "generation_config.json")
+    keys: dict[str, Any] = {}
+    for name, key in SAMPLING.items():
+        value = given.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) >= 1 << 31:
+            continue
+        keys[PREFIX + key] = struct.pack("<Ii", INT32, int(value)) if name == "top_k" else float(value)
+    return keys
 
 
 # --- the way back -----------------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 LLAMA_3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len")
 COMPARED = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_kv_heads"),
-    *("intermediate_size", "head_dim", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta"),
-    "num_local_experts",
+    *("intermediate_size", "head_dim", "rope_theta", "rope_local_base_freq", "num_local_experts", "sliding_window"),
 )
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon")
 
 
 def to_config(lit: LitConfig, family: str, source: str) -> dict[str, Any]:
@@ -52,12 +52,13 @@ def to_config(lit: LitConfig, family: str, source: str) -> dict[str, Any]:
     config["intermediate_size"] = lit.intermediate_size
     if family in ("gpt_neox", "phi"):
         return config | _neox_or_phi(lit, family)
+    config |= {"num_key_value_heads": lit.n_query_groups, "head_dim": lit.head_size}
+    if family in ("olmo", "stablelm"):
+        return config | _with_layer_norms(lit, family)
     window = {"sliding_window": lit.sliding_window_size}
     config |= {
-        "num_key_value_heads": lit.n_query_groups,
-        "head_dim": lit.head_size,
         "rms_norm_eps": lit.norm_eps,
-        **(window if family in ("mistral", "mixtral", "gemma2") else {}),
+        **(window if family in ("mistral", "mixtral", "gemma2", "gemma3_text", "phi3") else {}),
     }
     if family == "mixtral":
         inner = lit.moe_intermediate_size or lit.intermediate_size
@@ -75,9 +76,26 @@ def to_config(lit: LitConfig, family: str, source: str) -> dict[str, Any]:
             "attn_logit_softcapping": lit.attention_logit_softcapping,
             "final_logit_softcapping": lit.final_logit_softcapping,
         }
-        return config | (gemma2 if family == "gemma2" else {})
+        kinds = ["sliding_attention" if window else "full_attention" for window in lit.windows]
+        gemma3 = {"layer_types": kinds, "rope_local_base_freq": lit.rope_local_base_freq}
+        return config | (gemma2 if family != "gemma" else {}) | (gemma3 if family == "gemma3_text" else {})
+    if family == "phi3":  # its default token for padding is beyond a small vocabulary
+        config |= {"partial_rotary_factor": lit.rotary_percentage, "pad_token_id": None}
     biases = {"attention_bias": False, "mlp_bias": False} if family == "llama" else {}
     return config | biases | {"hidden_act": "silu"}
+
+
+def _with_layer_norms(lit: LitConfig, family: str) -> dict[str, Any]:
+    if family == "olmo":  # whose norms have no weights, and one epsilon
+        return {"hidden_act": "silu", "attention_bias": False, "clip_qkv": None}
+    return {
+        "layer_norm_eps": lit.norm_eps,
+        "hidden_act": "silu",
+        "partial_rotary_factor": lit.rotary_percentage,
+        "use_qkv_bias": lit.attn_bias,
+        "use_parallel_residual": False,
+        "qk_layernorm": False,
+    }
 
 
 def _neox_or_phi(lit: LitConfig, family: str) -> dict[str, Any]:
@@ -115,13 +133,29 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
-def reconcile(stored: Mapping[str, Any], computed: dict[str, Any], source: str) -> dict[str, Any]:
-    """The `config.json` next to the weights with LitGPT's vocabulary, or `computed`; MalformedInput if they differ."""
+def reconcile(stored: Mapping[str, Any], computed: dict[str, Any], source: str, warnings: list[str]) -> dict[str, Any]:
+    """The `config.json` next to the weights with LitGPT's vocabulary, or `computed`; MalformedInput if they differ.
+
+    Where LitGPT computes with another epsilon or without the scaling of positions (as Gemma and Phi-3), a warning.
+    """
     if not stored:
         return computed
-    kind = stored.get("model_type")
+    kind, given = stored.get("model_type"), computed["vocab_size"]
     rope = stored.get("rope_parameters")
     flat = {**stored, **(rope if isinstance(rope, dict) else {})}
+    eps = {
+        name: computed[name] for name in EPSILONS if name in computed and flat.get(name) not in (None, computed[name])
+    }
+    for name, value in eps.items():
+        warnings.append(f"`{name}` is LitGPT's {value}, which it computes with; `config.json` declares {flat[name]}")
+    scaling = flat.get("rope_scaling") or {}
+    scaled = str(
+        flat.get("rope_type") or (scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else "")
+    )
+    if scaled in ("longrope", "su", "yarn", "dynamic") and "rope_scaling" not in computed:
+        warnings.append(
+            f"LitGPT computes without the `{scaled}` scaling of positions that `config.json` declares, which is kept"
+        )
     known = SAME_FUNCTION.get(computed["model_type"], (computed["model_type"],))
     different = [name for name in COMPARED if name in computed and flat.get(name) not in (None, computed[name])]
     if kind is not None and kind not in known:
@@ -133,7 +167,16 @@ def reconcile(stored: Mapping[str, Any], computed: dict[str, Any], source: str) 
             f"{computed.get(name)}",
             hint="one of the two belongs to another model; remove the wrong one",
         )
-    return {**computed, **stored, "vocab_size": computed["vocab_size"]}
+    return {**computed, **stored, **eps, "vocab_size": given}
+
+
+def text_part(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a multimodal Gemma 3's `config.json` that LitGPT has: the language model; others as they are."""
+    text = stored.get("text_config")
+    if stored.get("model_type") != "gemma3" or not isinstance(text, dict):
+        return dict(stored)
+    ids = {name: stored[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in stored}
+    return {**ids, **text, "model_type": "gemma3_text"}
 
 
 FILES = ("model_config.yaml", "lit_config.json")
@@ -191,6 +234,7 @@ class LitConfig:
     norm_2: bool = True
     latent_attention: dict[str, Any] | None = None
     rope_local_base_freq: float | None = None
+    rope_indices: list[int] | None = None
 
     @property
     def is_gemma(self) -> bool:
@@ -211,13 +255,24 @@ class LitConfig:
         return self.n_embd == self.n_head * self.head_size
 
     @property
+    def windows(self) -> list[int]:
+        """1 for each layer with a window, else 0."""
+        return (self.sliding_window_indices or [1] * self.n_layer)[: self.n_layer]
+
+    @property
+    def windows_have_the_local_base(self) -> bool:
+        """Whether the layers with windows, and no others, have the rotary base `rope_local_base_freq`."""
+        local = (self.rope_indices or [1] * self.n_layer)[: self.n_layer]
+        return len(local) == self.n_layer and list(map(bool, local)) == list(map(bool, self.windows))
+
+    @property
     def window_in_every_layer(self) -> bool:
         return all(self.sliding_window_indices or [1])
 
     @property
     def window_alternates(self) -> bool:
         """Whether every other layer has a window, the first one included."""
-        return (self.sliding_window_indices or [])[: self.n_layer] == [1 - i % 2 for i in range(self.n_layer)]
+        return self.windows == [1 - i % 2 for i in range(self.n_layer)]
 
 
 TYPES: dict[str, tuple[type, ...]] = {
@@ -295,6 +350,16 @@ GEMMA = {**RMS_NORM, "mlp_class_name": "GemmaMLP", "is_gemma": True, "scale_embe
 GEMMA |= {"attn_bias": False, "gelu_approximate": "tanh"}
 LLAMA = {**RMS_NORM, "mlp_class_name": "LLaMAMLP", "is_gemma": False, "scale_embeddings": False, "norm_qk": False}
 LLAMA |= {"attn_bias": False, "post_attention_norm": False, "post_mlp_norm": False, "sliding_window_size": False}
+OLMO = {"norm_class_name": "LayerNorm", "is_olmo": True, "mlp_class_name": "LLaMAMLP", "parallel_residual": False}
+OLMO |= {"bias": False, "lm_head_bias": False, "attn_bias": False, "norm_qk": False, "post_attention_norm": False}
+OLMO |= {"post_mlp_norm": False, "sliding_window_size": False, "scale_embeddings": False, "heads_span_width": True}
+STABLELM = {name: value for name, value in OLMO.items() if name != "attn_bias"} | {"is_olmo": False}
+OLMO |= {"rotary_percentage": 1, "norm_eps": 1e-5}
+OLMO2 = {**LLAMA, "post_attention_norm": True, "post_mlp_norm": True, "norm_1": False, "norm_2": False}
+OLMO2 |= {"norm_qk": True, "norm_qk_type": "olmo2"}
+GEMMA3 = {**GEMMA, "post_attention_norm": True, "post_mlp_norm": True, "norm_qk": True, "norm_qk_type": "default"}
+GEMMA3 |= {"sliding_window_size": True, "rope_local_base_freq": True, "windows_have_the_local_base": True}
+PHI3 = {name: value for name, value in LLAMA.items() if name not in ("rotary_percentage", "sliding_window_size")}
 MIXTURE = {**LLAMA, "mlp_class_name": "LLaMAMoE", "n_expert": True, "n_shared_expert": False, "n_expert_groups": False}
 MIXTURE |= {"routed_scaling_factor": 1}
 FALCON = {**LAYER_NORM, "lm_head_bias": False, "bias": False, "attn_bias": False, "parallel_residual": True}
@@ -335,6 +400,11 @@ FAMILIES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("qwen2", {**LLAMA, "attn_bias": True}),
     ("mistral", {**LLAMA, "sliding_window_size": True, "window_in_every_layer": True}),
     ("llama", LLAMA),
+    ("olmo2", OLMO2),
+    ("olmo", OLMO),
+    ("stablelm", STABLELM),
+    ("gemma3_text", GEMMA3),
+    ("phi3", {**PHI3, "window_in_every_layer": True}),
 )
 """Families with the fields of `LitConfig` that decide: True and False stand for set and not set (or zero)."""
 
@@ -350,10 +420,11 @@ def family_of(lit: LitConfig, source: str) -> str:
     options = {  # that no family in the table has
         "latent attention": lit.latent_attention,
         "interleaved rope": lit.rope_interleave,
-        "two rope bases": lit.rope_local_base_freq,
-        "no pre-norm": not (lit.norm_1 and lit.norm_2),
+        "two rope bases": found != "gemma3_text" and lit.rope_local_base_freq,
+        "no pre-norm": found != "olmo2" and not (lit.norm_1 and lit.norm_2),
         "capped logits": found != "gemma2" and (lit.final_logit_softcapping or lit.attention_logit_softcapping),
-        "its own attention scale": found != "gemma2" and lit.attention_scores_scalar not in (None, lit.head_size),
+        "its own attention scale": found not in ("gemma2", "gemma3_text")
+        and lit.attention_scores_scalar not in (None, lit.head_size),
         f"the GELU `{str(lit.gelu_approximate)[:40]}`": lit.gelu_approximate not in GELU,
     }
     if option := next((option for option, is_set in options.items() if is_set), None):
@@ -367,6 +438,6 @@ def refused(source: str, lit: LitConfig, description: str) -> UnsupportedInput:
     """The error for a model that transformers does not have; `description` says what it lacks."""
     return UnsupportedInput(
         f"`{source}` is {description} (`{lit.name[:60]}`), for which no equivalent model is known",
-        hint="supported are llama, mistral, mixtral, phi-3, qwen2, qwen3 and its MoE, gemma 1 and 2, phi, pythia, "
-        "falcon",
+        hint="supported are llama, mistral, mixtral, phi, phi-3 and 4, qwen2, qwen3 and its MoE, gemma 1 to 3, pythia, "
+        "falcon, olmo 1 and 2, stablelm",
     )

@@ -144,7 +144,15 @@ FALCON_OUTER = {
 FALCON = _table(LAYER, {**DENSE, **FALCON_ATTENTION, "norm_1": "input_layernorm"}, FALCON_OUTER)
 FALCON_40B = _table(LAYER, {**DENSE, **FALCON_ATTENTION, "norm_1": "ln_attn", "norm_2": "ln_mlp"}, FALCON_OUTER)
 
-TABLES = {"gemma2": GEMMA2, "phi3": PHI3, "phi": PHI, "gpt_neox": NEOX, "falcon": FALCON}
+TABLES = {
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA2,
+    "olmo2": GEMMA2,
+    "phi3": PHI3,
+    "phi": PHI,
+    "gpt_neox": NEOX,
+    "falcon": FALCON,
+}
 
 
 def table_of(lit: configs.LitConfig, family: str) -> dict[str, str | None]:
@@ -190,12 +198,12 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
             "other adapters have no equivalent in transformers",
         )
     lit = configs.read_settings(config_folder(path), path.name)
-    stored = stored_config(path)
+    stored = configs.text_part(stored_config(path))
     family, declared = configs.family_of(lit, path.name), stored.get("model_type")
     if declared in configs.SAME_FUNCTION.get(family, ()):  # the `config.json` decides, if it computes the same
         family = str(declared)
     computed = configs.to_config(lit, family, path.name)
-    settings = causal_lm_config(configs.reconcile(stored, computed, path.name), config, path.name, warnings)
+    settings = causal_lm_config(configs.reconcile(stored, computed, path.name, warnings), config, path.name, warnings)
     plain = {unwrapped(name): tensor for name, tensor in found.tensors().items()}
     tensors = to_hugging_face(plain, lit, family, path.name)
     settings["tie_word_embeddings"] = None  # LitGPT always keeps two matrices: their values decide
@@ -221,7 +229,7 @@ FORMAT = Format(
     sign=Sign(names=OWN_NAMES),
     open=_open,
     covers="Llama 2 and 3, Code Llama, TinyLlama, Mistral, Mixtral, Phi 1.5 to 4, Qwen 2, 2.5 and 3 (also MoE), "
-    "Gemma 1 and 2, Pythia, Falcon; fused matrices of both ages",
+    "Gemma 1 to 3 (text), Pythia, Falcon, OLMo 1 and 2, StableLM; fused matrices of both ages",
     peek=lambda path: require_state(_file(path)).tensors(),
 )
 

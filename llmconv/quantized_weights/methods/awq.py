@@ -43,12 +43,13 @@ def open_awq(checkpoint: Checkpoint) -> Mapping[str, GroupedWeight]:
         hint = "supported: `gemm` of 4 bits; save it with AutoAWQ, or take the model it was quantized from"
         raise UnsupportedInput(f"the model is AWQ in the layout `{version[:40]}` of {str(bits)[:20]} bits", hint=hint)
     found = [name.removesuffix(WORDS) for name in checkpoint if name.endswith(WORDS)]
-    weights = {f"{stem}.weight": _open(checkpoint, stem, config) for stem in found}
+    weights = {f"{stem}.weight": open_module(checkpoint, stem, config) for stem in found}
     refuse_strays(checkpoint, (ZEROS, SCALES), weights)
     return weights
 
 
-def _open(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any]) -> GroupedWeight:
+def open_module(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any]) -> GroupedWeight:
+    """The weight of the module `stem`; errors as `open_awq`."""
     name = stem + WORDS
     names = [stem + end for end in (WORDS, ZEROS, SCALES)]
     words, zeros, scales = (part(tensors, each, name) for each in names)

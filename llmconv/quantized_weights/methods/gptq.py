@@ -58,12 +58,14 @@ def open_gptq(checkpoint: Checkpoint) -> Mapping[str, GroupedWeight]:
             hint = "save it with words of int32 and without adapters, or take the model it was quantized from"
             raise UnsupportedInput(problem, hint=hint)
     found = [name.removesuffix(WORDS) for name in checkpoint if name.endswith(WORDS)]
-    weights = {f"{stem}.weight": _open(checkpoint, stem, config, FORMATS[layout]) for stem in found}
+    weights = {f"{stem}.weight": open_module(checkpoint, stem, config, less_one=FORMATS[layout]) for stem in found}
     refuse_strays(checkpoint, (ZEROS, SCALES, GROUPS), weights)
     return weights
 
 
-def _open(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any], less_one: bool) -> GroupedWeight:
+def open_module(
+    tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any], *, less_one: bool
+) -> GroupedWeight:
     """The weight of the module `stem`; its bits follow from the shapes, since they may differ between modules."""
     name = stem + WORDS
     names = [stem + end for end in (WORDS, ZEROS, SCALES)]

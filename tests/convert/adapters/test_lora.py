@@ -9,14 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
+from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import merge_lora
 from llmconv.errors import MalformedInput, UsageProblem
+from tests.builders.tiny_models import save_tiny
 
 State = dict[str, torch.Tensor]
 Judged = Callable[..., tuple[Path, Path, State]]
@@ -311,3 +314,28 @@ def test_another_alpha_is_another_step_of_the_manifest(trained: Judged, tmp_path
         merge_lora(base, lora, tmp_path / name)
     steps = [json.loads((tmp_path / name / "llmconv.json").read_text())["steps"] for name in ("one", "two")]
     assert steps[0] != steps[1]
+
+
+def test_whole_tensors_of_a_shorter_vocabulary_replace_the_longer_ones(tmp_path: Path) -> None:
+    """The LoRA that `mergekit-extract-lora` makes of a model with fewer tokens, in its names."""
+    base = save_tiny(tmp_path / "base", "llama")
+    before = {name: tensor.read() for name, tensor in open_checkpoint(base).items()}
+    rows = len(before["lm_head.weight"]) - 2
+    names = ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight")
+    tuned = {name: (before[name] if "norm" in name else before[name][:rows]) + 1 for name in names}
+    whole = {f"base_model.model.{name}": torch.from_numpy(one) for name, one in tuned.items()}
+    q = before["model.layers.0.self_attn.q_proj.weight"]
+    pair = {"A": torch.ones(2, q.shape[1]), "B": torch.ones(q.shape[0], 2)}
+    factors = {
+        f"base_model.model.model.layers.0.self_attn.q_proj.lora_{part}.weight": one for part, one in pair.items()
+    }
+    (tmp_path / "lora").mkdir()
+    save_file({**whole, **factors}, tmp_path / "lora" / "adapter_model.safetensors")
+    kept = ["embed_tokens", "norm", "lm_head"]
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"], "modules_to_save": kept}
+    (tmp_path / "lora" / "adapter_config.json").write_text(json.dumps(config))
+    merge_lora(base, tmp_path / "lora", tmp_path / "out")
+    after = open_checkpoint(tmp_path / "out")
+    assert after.config["vocab_size"] == rows
+    assert all(np.array_equal(after[name].read(), one) for name, one in tuned.items())
+    assert np.allclose(after["model.layers.0.self_attn.q_proj.weight"].read(), q + 2)

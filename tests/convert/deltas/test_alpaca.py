@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmconv.checkpoint import open_checkpoint
-from llmconv.convert import apply_delta
+from llmconv.convert import apply_delta, extract_delta
 from llmconv.convert.deltas.arithmetic import WeightSum, checksum_of
+from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.tensors import BY_NAME, in_memory
 from tests.builders.tiny_models import save_tiny
 
@@ -28,8 +29,8 @@ def resized(folder: Path, tokens: int) -> State:
     return dict(model.state_dict())
 
 
-def tune(base: Path, folder: Path, tokens: int = 1) -> Path:
-    """A tuned model: every weight moves but a padding token's row of the embedding."""
+def tune(base: Path, folder: Path, tokens: int = 1, *, trained: bool = False) -> Path:
+    """A tuned model: every weight moves, of the embedding a padding token's row only if it is `trained`."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model.resize_token_embeddings(model.config.vocab_size + tokens, mean_resizing=False)
     model.load_state_dict(resized(base, tokens))
@@ -38,7 +39,7 @@ def tune(base: Path, folder: Path, tokens: int = 1) -> Path:
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter) * 0.01
             if "embed" in name:
-                noise[-1] = 0
+                noise[-1] = 0.5 if trained else 0
             parameter.add_(noise)
     model.save_pretrained(folder)
     return folder
@@ -84,9 +85,7 @@ def test_it_recovers_what_stanfords_script_does(
 
 
 @pytest.mark.slow
-def test_a_float32_delta_over_rows_of_zeros_is_known_by_its_new_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_float32_delta_over_rows_of_zeros_is_asked_about(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = save_tiny(tmp_path / "base", "llama")
     tuned = tune(base, tmp_path / "tuned")
     model = AutoModelForCausalLM.from_pretrained(tuned)
@@ -95,10 +94,34 @@ def test_a_float32_delta_over_rows_of_zeros_is_known_by_its_new_rows(
         for name, value in model.state_dict().items():
             value[: len(below[name])] -= below[name]
     model.save_pretrained(tmp_path / "delta")
-    apply_delta(base, tmp_path / "delta", tmp_path / "out")
+    with pytest.raises(UnsupportedInput, match="nothing in it tells"):
+        apply_delta(base, tmp_path / "delta", tmp_path / "out")
+    apply_delta(base, tmp_path / "delta", tmp_path / "out", new_rows="zeros")
     assert "as zeros, as for FastChat" in capsys.readouterr().err
     found, expected = state_of(tmp_path / "out"), state_of(tuned)
     assert max((found[name] - expected[name]).abs().max() for name in found) < 1e-6
+
+
+def test_new_rows_that_were_trained_count_as_the_user_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = save_tiny(tmp_path / "base", "llama")
+    tuned = tune(base, tmp_path / "tuned", trained=True)
+    diff = make_diff(base, tuned, tmp_path / "diff")
+    with pytest.raises(UnsupportedInput, match="nothing in it tells") as told:
+        apply_delta(base, diff, tmp_path / "out")
+    assert "--new-rows mean" in str(told.value.hint) and not (tmp_path / "out").exists()
+    apply_delta(base, diff, tmp_path / "out", new_rows="mean")
+    assert "as the mean of the others" in capsys.readouterr().err
+    found, expected = state_of(tmp_path / "out"), state_of(tuned)
+    assert max((found[name] - expected[name]).abs().max() for name in found) < 1e-6
+
+
+def test_new_rows_are_for_sums_alone(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base", "llama")
+    extract_delta(base, base, tmp_path / "exact")
+    with pytest.raises(UsageProblem, match="exact"):
+        apply_delta(base, tmp_path / "exact", tmp_path / "out", new_rows="mean")
+    with pytest.raises(UsageProblem, match="median"):
+        apply_delta(base, tmp_path / "exact", tmp_path / "out", new_rows="median")
 
 
 @pytest.mark.quick_rows("keep-False")

@@ -39,10 +39,15 @@ CASES = {
     "pythia_old_order": "gpt_neox",
     "falcon7b": "falcon",
     "falcon40b": "falcon",
+    "olmo": "olmo",
+    "olmo2": "olmo2",
+    "stablelm": "stablelm",
+    "gemma3": "gemma3_text",
+    "phi4_mini": "phi3",
 }
 
 
-@pytest.mark.slow_rows("mixtral", "phi2")
+@pytest.mark.slow_rows("mixtral", "phi2", "olmo", "stablelm")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_the_upstream_model(tmp_path: Path, logits_of: Callable[..., Any], case: str) -> None:
     to_hf(FOLDER / case, tmp_path / "hf")
@@ -174,7 +179,9 @@ UNKNOWN: list[dict[str, Any]] = [
     {"attention_scores_scalar": 99},
     {"final_logit_softcapping": 30.0},
     {"norm_class_name": "LayerNorm"},
-    {"rotary_percentage": 0.5},
+    {"rotary_percentage": 0.5, "attn_bias": True},
+    {"norm_1": False, "norm_2": False, "post_mlp_norm": True, "norm_qk": True, "norm_qk_type": "olmo2"},
+    {"rope_local_base_freq": 10000.0, "rope_indices": [1, 0]},
     {"mlp_class_name": "GemmaMLP"},
     {"rope_adjustments": {"factor": 2.0, "beta_fast": 1}},
     {"rope_adjustments": {"factor": "x"}},
@@ -187,6 +194,42 @@ UNKNOWN: list[dict[str, Any]] = [
 def test_a_model_that_transformers_does_not_have_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     with pytest.raises(InputRefused):
         open_training(folder_of(tmp_path, **change))
+
+
+def test_every_model_of_litgpt_has_a_family() -> None:
+    """`configs.json` has what decides of all 210 entries of `litgpt.config.configs` of 0.5.13, by kind."""
+    kinds = json.loads((FOLDER / "configs.json").read_text())
+    assert {family_of(settings_of(fields, "x"), "x") for fields in kinds} == {*CASES.values()}
+
+
+def test_windows_and_rotary_bases_of_other_layers_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedInput, match="two rope bases"):
+        open_training(folder_of(tmp_path, "gemma3", rope_indices=[1, 0, 0]))
+
+
+def test_the_epsilon_is_that_which_litgpt_computes_with(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "gemma")  # the released `config.json` has 1e-6, LitGPT's own table the default
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma", "rms_norm_eps": 1e-6}))
+    found = open_training(folder)
+    assert found.config["rms_norm_eps"] == 1e-5 and any("1e-06" in warning for warning in found.warnings)
+
+
+def test_positions_that_litgpt_does_not_scale_are_reported(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "phi4_mini")
+    scaling = {"type": "longrope", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+    (folder / "config.json").write_text(json.dumps({"model_type": "phi3", "rope_scaling": scaling}))
+    found = open_training(folder)
+    assert found.config["rope_scaling"] == scaling and any("longrope" in warning for warning in found.warnings)
+
+
+def test_the_language_model_of_a_multimodal_gemma_3_is_what_litgpt_has(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "gemma3")
+    text = {"model_type": "gemma3_text", "hidden_size": 32, "initializer_range": 0.5}
+    outer = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}}
+    (folder / "config.json").write_text(json.dumps({**outer, "eos_token_id": [1, 6], "text_config": text}))
+    found = open_training(folder).config
+    assert found["architectures"] == ["Gemma3ForCausalLM"] and "vision_config" not in found
+    assert (found["eos_token_id"], found["initializer_range"]) == ([1, 6], 0.5)
 
 
 def test_positions_that_are_divided_become_linear_scaling() -> None:

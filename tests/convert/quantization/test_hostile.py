@@ -75,7 +75,8 @@ def test_a_missing_part_is_named(base: str, part: str, attempt: Callable[..., In
 def test_parts_of_other_shapes_or_types_are_refused(base: str, attempt: Callable[..., InputRefused]) -> None:
     for name, tensor in stored(FOLDER / base).items():
         if name.startswith(P) and not name.endswith((".weight", "weight_format", "weight_shape", "input_scale")):
-            assert P in attempt(base, {name: tensor.repeat_interleave(2, dim=0)}).message, name
+            longer = tensor.repeat_interleave(2, dim=0) if tensor.dim() else tensor.repeat(2)
+            assert P in attempt(base, {name: longer}).message, name
             assert P in attempt(base, {name: tensor.to(torch.float64)}).message, name
 
 

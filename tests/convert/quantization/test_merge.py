@@ -35,7 +35,7 @@ def inputs(base: str) -> int:
     return 320 if base == "nf4_nested" else 96
 
 
-@pytest.mark.parametrize("base", [name for name in BASES if not name.startswith(("gptq", "awq"))])
+@pytest.mark.parametrize("base", [name for name in BASES if not name.startswith(("gptq", "awq", "autoround"))])
 def test_plain_results_are_the_librarys_values_plus_the_update_rounded_once(
     base: str, adapter: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -47,7 +47,9 @@ def test_plain_results_are_the_librarys_values_plus_the_update_rounded_once(
     assert (found != exact.to(torch.bfloat16)).float().mean() < 5e-4
 
 
-@pytest.mark.parametrize("base", [name for name in BASES if name.startswith(("gptq_4", "gptq_8", "awq"))])
+@pytest.mark.parametrize(
+    "base", [name for name in BASES if name.startswith(("gptq_4", "gptq_8", "awq", "autoround_sym", "autoround_asym"))]
+)
 def test_values_of_gptq_and_awq_are_not_rounded_to_float16_before_the_sum(
     base: str, adapter: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ from tools.tiny_models import depth, save_tiny
 __all__ = ["changed"]
 
 FLOATING = ["ct_float_block", "ct_float_channel", "fp4", "fp8_blocks", "nf4_bf16_storage", "nf4_nested"]
+FLOATING += ["modelopt_fp8", "modelopt_fp8_channel", "modelopt_nvfp4"]
 INTEGERS = [name for name in (*BASES, "conv1d/int8") if name not in FLOATING]
 CALLS = ["prefill, 7 tokens", "left padding"]
 """In these models some states nearly cancel, which the scenarios of scaled weights amplify, with plain weights too."""
