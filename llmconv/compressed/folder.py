@@ -12,7 +12,7 @@ from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import Checkpoint, is_model_folder, open_checkpoint, refuse_unmerged, with_modules
 from llmconv.compressed.schemes import BASE_FORMATS, IntegerOptions, Scheme, fitted, scheme_of
-from llmconv.compressed.selection import Selected, select
+from llmconv.compressed.selection import INPUTS_FIRST, Selected, select
 from llmconv.convert.models.blueprint import released
 from llmconv.convert.models.completeness import check_folder
 from llmconv.convert.models.head_and_dtype import check_dtype, plain_tensors, settled, with_cast
@@ -187,7 +187,8 @@ def opened(
 
             checkpoint = with_cast(settled(open_training(model)), "keep")
             plain_tensors(checkpoint)
-    checkpoint = replace(checkpoint, tensors=released(checkpoint.tensors, checkpoint.config))
+    if str(checkpoint.config.get("model_type")) not in INPUTS_FIRST:  # whose stacks `select` takes apart by itself
+        checkpoint = replace(checkpoint, tensors=released(checkpoint.tensors, checkpoint.config))
     if not adapters:
         return checkpoint, []
     from llmconv.convert.adapters.combining import DEFAULTS, recipe_of, sha256_of  # noqa: PLC0415 - most models have no adapter
