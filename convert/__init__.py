@@ -13,13 +13,13 @@ if sys.platform == "win32":
 if TYPE_CHECKING:  # at run time each is loaded when it is first used: a command needs the modules of one
     from llmconv.convert.adapter_file import AdapterFile, onnx_adapter
     from llmconv.convert.delta import Applied, Extracted, apply_delta, extract_delta
-    from llmconv.convert.from_hugging_face import from_hf, to_gguf
+    from llmconv.convert.from_hugging_face import from_hf
     from llmconv.convert.inspection import Inspection, inspect
     from llmconv.convert.merge import Merge, merge_lora
     from llmconv.convert.to_hugging_face import to_hf
     from llmconv.output.plan import Plan
 
 __all__ = ["AdapterFile", "Applied", "Extracted", "Inspection", "Merge", "Plan", "apply_delta"]
-__all__ += ["extract_delta", "from_hf", "inspect", "merge_lora", "onnx_adapter", "to_gguf", "to_hf"]
+__all__ += ["extract_delta", "from_hf", "inspect", "merge_lora", "onnx_adapter", "to_hf"]
 
 __getattr__, __dir__ = lazily(__name__)

@@ -1,6 +1,6 @@
 """from_hf: a Hugging Face folder becomes a training checkpoint, by the tables of `to_hf` read backwards.
 
-to_gguf: the same for one GGUF file.
+write_gguf: the same for one GGUF file.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from llmconv.argument_checks import OWN, checked
+from llmconv.argument_checks import checked
 from llmconv.causal_lm import architecture, mtp_tensors, require_model_type
 from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.convert.assembly import map_names
@@ -25,7 +25,7 @@ from llmconv.convert.models.model_config import SHARD_LIMIT
 from llmconv.convert.models.transformers_source import causal_lm_classes, model_names
 from llmconv.convert.tokenizers import special_ids
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem, listing
-from llmconv.files.paths import Placed, Written, output_path, output_place
+from llmconv.files.paths import Placed, output_path, output_place
 from llmconv.files.safe_folder import require_parents
 from llmconv.files.sources import fetches, local_path, reading_safely, source_name
 from llmconv.model_code import model_class
@@ -174,33 +174,16 @@ def gguf_path(output: Any) -> Path:
     return path
 
 
-@fetches
-@checked
-def to_gguf(
+def write_gguf(
     model: str | Path,
-    output: Annotated[Written, OWN],
+    output: Path | str,
     *,
     type: str | None = None,
     imatrix: str | Path | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
 ) -> Plan:
-    """Writes the Hugging Face folder `model` as one GGUF file of llama.cpp; returns what was written.
-
-    The file is that of `from_hf(model, output, to="gguf")`, without a folder around it.
-
-    Args:
-        model: a folder, or its URI or hub id.
-        output: the file to make; `model.gguf` in an existing folder, or in one whose name ends with `/`.
-        type: of the matrices, such as `f16` or `q4_k_m`; None for that of the folder.
-        imatrix: an importance matrix of llama.cpp, for a type with blocks.
-        overwrite: replace an existing file.
-        dry_run: return the plan, and write nothing.
-
-    Raises:
-        InputRefused: the folder is malformed, or a GGUF file cannot hold such a model; or `output` exists.
-        UsageProblem, OutputFailed: an option has an impossible value; writing failed.
-    """
+    """Writes one GGUF file; see `llmconv.compressed.to_gguf`."""
     if type is not None and type not in TYPES:
         raise UsageProblem(f"unknown type `{type}`", hint=f"one of: {', '.join(TYPES)}")
     path = gguf_path(output)

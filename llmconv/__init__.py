@@ -21,8 +21,7 @@ if TYPE_CHECKING:  # at run time each is loaded when it is first used
         serve,
         verify,
     )
-    from llmconv.compressed import quantize
-    from llmconv.convert import to_gguf
+    from llmconv.compressed import quantize, to_gguf
     from llmconv.generation.pipeline import (
         check_task,
         get_task,
@@ -56,8 +55,7 @@ def __getattr__(name: str) -> Any:
     if "task" in name or name in ("pipeline", "register_model"):
         return getattr(importlib.import_module("llmconv.generation.pipeline"), name)
     if name in ("to_gguf", "quantize"):
-        package = importlib.import_module("llmconv.convert" if name == "to_gguf" else "llmconv.compressed")
-        return getattr(package, name)
+        return getattr(importlib.import_module("llmconv.compressed"), name)
     return importlib.import_module(f"llmconv.{name}")
 
 

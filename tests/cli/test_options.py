@@ -29,7 +29,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "inspect": llmconv.convert.inspect,
     "to-hf": llmconv.convert.to_hf,
     "from-hf": llmconv.convert.from_hf,
-    "to-gguf": llmconv.convert.to_gguf,
+    "to-gguf": llmconv.to_gguf,
     "merge-lora": llmconv.convert.merge_lora,
     "quantize": llmconv.quantize,
     "onnx-adapter": llmconv.convert.onnx_adapter,

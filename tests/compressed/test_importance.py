@@ -36,12 +36,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def seen(model: Path, text: Path) -> dict[str, Any]:
     """Mean squares of what each module of matrices multiplies, by its name."""
-    plain, sums, counts = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), {}, {}
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    sums: dict[str, torch.Tensor] = {}
+    counts: dict[str, int] = {}
 
     def hook(name: str) -> Any:
         def add(_: Any, inputs: tuple[torch.Tensor, ...]) -> None:
             rows = inputs[0].detach().double().reshape(-1, inputs[0].shape[-1])
-            sums[name] = sums.get(name, 0) + (rows**2).sum(0)
+            sums[name] = sums.get(name, torch.zeros(())) + (rows**2).sum(0)
             counts[name] = counts.get(name, 0) + len(rows)
 
         return add

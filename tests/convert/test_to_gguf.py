@@ -16,9 +16,10 @@ from click.testing import CliRunner
 from gguf import GGUFReader, GGUFWriter
 
 import llmconv
+from llmconv import to_gguf
 from llmconv.checkpoint import json_object
 from llmconv.cli import main
-from llmconv.convert import from_hf, to_gguf, to_hf
+from llmconv.convert import from_hf, to_hf
 from llmconv.convert.formats.gguf.tokenizer import SAMPLING, sampling_fields
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, OutputFailed, UnsupportedInput, UsageProblem
@@ -99,7 +100,7 @@ def test_a_model_that_is_refused_leaves_nothing(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
-from llmconv.convert import to_gguf
+from llmconv import to_gguf
 to_gguf(sys.argv[1], sys.argv[2])
 """
 

@@ -15,8 +15,9 @@ import onnx
 import pytest
 from gguf import GGMLQuantizationType
 
+from llmconv import to_gguf
 from llmconv.checkpoint import open_checkpoint
-from llmconv.convert import to_gguf, to_hf
+from llmconv.convert import to_hf
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.export import export

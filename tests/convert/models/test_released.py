@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
 
+from llmconv import to_gguf
 from llmconv.checkpoint import TwoCopies
 from llmconv.compressed import quantize
-from llmconv.convert import extract_delta, to_gguf, to_hf
+from llmconv.convert import extract_delta, to_hf
 from llmconv.convert.models.blueprint import refuse_shapes, released
 from llmconv.convert.models.completeness import check_complete, check_folder
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
