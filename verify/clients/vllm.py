@@ -131,6 +131,11 @@ class FolderModel:
     def _exact(self) -> EagerRunner:
         return self._runner("float64")
 
+    def require_adapter(self) -> None:
+        """Raises InputRefused for an adapter that PEFT cannot apply to the model."""
+        if self.adapter:
+            _ = self._exact
+
     def rounded(self, dtype: str) -> RoundedModel:
         """The model with vLLM's roundings, computed in `dtype`."""
         runner, rounding = self._runner(dtype), None
@@ -373,6 +378,7 @@ def checked_by_vllm(
         report.versions |= versions
         report.reference = (given or folder).name
         choose(CostEstimate.of(model.values or model.checkpoint.tensors, 1), low_memory, WHOLE_ONLY)
+        model.require_adapter()
         checks = VllmChecks(client, model)
         for found in checks.checks():
             report.checks += found

@@ -133,6 +133,16 @@ def test_an_adapter_computes_in_vllm_what_peft_computes(llama: Path, tmp_path: P
     assert report.exit_code == 0, report.lines()
 
 
+@pytest.mark.parametrize("config", [None, "{", json.dumps({"peft_type": "LORA", "r": "4"})])
+def test_what_is_no_adapter_of_the_model_is_refused_before_vllm_runs(config: str | None, tmp_path: Path) -> None:
+    folder, adapter = save_tiny("llama", tmp_path / "llama"), tmp_path / "adapter"
+    adapter.mkdir()
+    if config is not None:
+        (adapter / "adapter_config.json").write_text(config)
+    with opened(folder, None, adapter) as model, pytest.raises(InputRefused, match="PEFT cannot apply"):
+        model.require_adapter()
+
+
 def with_fields(model: Path, target: Path, **fields: Any) -> Path:
     shutil.copytree(model, target)
     config = json.loads((model / "config.json").read_text())
