@@ -83,7 +83,14 @@ def activation_rounding(settings: Mapping[str, Any]) -> Rounding | None:
     """
     groups = settings.get("config_groups") or {}
     found = [one.get("input_activations") for one in groups.values()]
-    if settings.get("quant_method") == "fp8":  # of DeepSeek
+    method = settings.get("quant_method")
+    of_int8 = method == "bitsandbytes" and settings.get("load_in_8bit")
+    if of_int8 or method == "fbgemm_fp8" or (method == "fp8" and settings.get("activation_scheme") == "static"):
+        raise UnsupportedInput(
+            f"activations are rounded in a way that is not computed here: that of `{method}`",
+            hint="verify the values of its codes: `llmconv to-hf FOLDER -o OUT --quant dequantize`",
+        )
+    if method == "fp8":  # of DeepSeek
         size = settings.get("weight_block_size") or [0, 0]
         return partial(rounded_activations, kind="float", size=int(size[1]))
     if not any(found):

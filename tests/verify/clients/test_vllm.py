@@ -225,6 +225,21 @@ def test_other_roundings_of_activations_are_refused(llama: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    ],
+    ids=str,
+)
+def test_roundings_of_other_programs_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedInput, match="activations are rounded in a way") as error:
+        activation_rounding(settings)
+    assert "--quant dequantize" in str(error.value.hint)
+
+
+@pytest.mark.parametrize(
     ("options", "problem"),
     [
         ({"clients": ["vllm", "genai"]}, "`vllm` opens Hugging Face folders, other clients do not"),
