@@ -296,7 +296,7 @@ class VllmChecks:
         shown += f", in {answer['dtype']}"
         others = f"it ends at {sorted(found)}, the model at {sorted(known[0])}"
         of_tokenizer = getattr(self._tokenizer, "eos_token_id", None)
-        if not known[0] <= found <= known[0] | {of_tokenizer}:
+        if not known[0] <= found <= frozenset().union(*known, {of_tokenizer}):
             return Check(ENDS, VLLM, "", verdict="fail", detail=others)
         return Check(ENDS, VLLM, "", detail=shown if found == known[0] else f"{shown}; {others}")
 

@@ -245,6 +245,7 @@ def test_roundings_of_other_programs_are_refused(settings: dict[str, Any]) -> No
         ({"clients": ["vllm", "genai"]}, "`vllm` opens Hugging Face folders, other clients do not"),
         ({"suite": "full"}, "`--suite` applies to graphs, and vLLM opens none"),
         ({"method": "structure"}, "`--method` applies to graphs, and vLLM opens none"),
+        ({"low_memory": True}, "`--low-memory` applies to graphs, and vLLM opens none"),
         ({"threads": 2}, "`--provider, --threads or --timeout` applies to graphs, and vLLM opens none"),
     ],
 )
