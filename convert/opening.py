@@ -17,6 +17,7 @@ from llmconv.checkpoint import (
     is_model_folder,
     open_checkpoint,
     read_json,
+    refuse_misplaced,
     sentence_files,
 )
 from llmconv.convert.assembly import dropped_outside, map_names, side_files_of
@@ -186,6 +187,7 @@ def open_again(
 def _dequantized(opened: Checkpoint, name: str, choice: str | None) -> Checkpoint:
     """The checkpoint, if it is quantized with the values of its codes; see `open_again`."""
     if not opened.config.get("quantization_config"):
+        refuse_misplaced(opened, opened.config)
         if choice:
             raise UsageProblem(f"`--quant {choice}` is given, but `{name}` is not quantized", hint="leave it out")
         return opened

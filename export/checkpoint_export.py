@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 
 from llmconv.causal_lm import context_length
-from llmconv.checkpoint import VOCABULARIES, Checkpoint, read_json
+from llmconv.checkpoint import VOCABULARIES, Checkpoint, read_json, refuse_misplaced
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.export.clients import DEFAULT, Client, ClientFiles, ClientModel
 from llmconv.export.export_options import (
@@ -73,6 +73,8 @@ def export_checkpoint(
         from llmconv.export.quantize import with_plain_weights  # noqa: PLC0415 - most models are plain
 
         checkpoint, quantization = with_plain_weights(checkpoint, settings)
+    else:
+        refuse_misplaced(checkpoint, checkpoint.config)
     if settings:
         require_used(settings.patterns, checkpoint)
     choice = TokenChoice.parse(given["postprocess"]) if given["postprocess"] else None

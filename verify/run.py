@@ -238,7 +238,7 @@ def _checked_weights(
         from llmconv.verify.clients.llamacpp import checked_file  # noqa: PLC0415 - it runs no graphs
 
         return checked_file(path, reference, client, session, choices.low_memory)
-    if name := of_runs or replace(rest, adapter=None, low_memory=None).of_cache:
+    if name := of_runs or replace(rest, adapter=None).of_cache:
         raise UsageProblem(f"`{name}` applies to graphs, and vLLM opens none", hint=f"leave out `{name}`")
     from llmconv.verify.clients.vllm import checked_by_vllm  # noqa: PLC0415 - it runs no graphs
 

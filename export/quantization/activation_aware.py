@@ -203,7 +203,7 @@ def sampled_matrix(matrix: Matrix, tensor: LazyTensor, weight: QuantizedWeight, 
         rows = np.concatenate([tensor.rows(*block)[:, chosen] for block in tensor.blocks()]).T
     else:
         rows = np.concatenate([tensor.rows(int(row), int(row) + 1) for row in chosen])
-    wide = np.ascontiguousarray(widened(np.ascontiguousarray(rows)))
+    wide = np.ascontiguousarray(widened(np.ascontiguousarray(rows), matrix.name))
     return SampledMatrix(wide, count / len(chosen), weight.form, weight.scale_dtype, importance)
 
 

@@ -52,7 +52,7 @@ def command(source: str, as_json: bool, dry_run: bool, output: Path, **choices: 
     """Convert the training checkpoint SOURCE into the Hugging Face folder OUT.
 
     SOURCE is a file or folder; its format is detected by its content. Nothing in it is executed without
-    --trust-remote-code. A Hugging Face folder is rewritten with --dtype or --max-shard-size.
+    --trust-remote-code. A Hugging Face folder is rewritten with --dtype, --max-shard-size or --quant dequantize.
     """
     from llmconv.convert.to_hugging_face import to_hf
 

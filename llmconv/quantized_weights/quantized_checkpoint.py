@@ -74,9 +74,15 @@ def quantized_checkpoint(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
             tensors.setdefault(home[name], weights[home[name]].plain)
         elif not name.endswith(method.dropped or ("\0",)):
             tensors[name] = tensor
-    config = {name: value for name, value in checkpoint.config.items() if name != FIELD}
+    config = without_settings(checkpoint.config)
     plain = replace(checkpoint, tensors=tensors, config=config, dequantized=frozenset(weights))
     return QuantizedCheckpoint(checkpoint, method, weights, plain)
+
+
+def without_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config without settings of quantization, which composite models may have in `text_config`, too."""
+    kept = {name: value for name, value in config.items() if name not in (FIELD, "compression_config")}
+    return {name: without_settings(value) if isinstance(value, Mapping) else value for name, value in kept.items()}
 
 
 def _nothing(checkpoint: Checkpoint, method: QuantizationMethod) -> InputRefused:

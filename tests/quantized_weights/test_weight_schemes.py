@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import save_file
 
 from llmconv.checkpoint import open_checkpoint
+from llmconv.convert import to_hf
 from llmconv.convert.models.head_and_dtype import plain_tensors
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.export import export
 from llmconv.quantized_weights.methods.compressed_tensors import WeightSchemes
 from llmconv.quantized_weights.quantized_checkpoint import QuantizedCheckpoint, quantized_checkpoint
 from tests.builders.quantized_models import FOLDER, groups, stored
@@ -175,6 +177,23 @@ def test_settings_in_another_place_are_named(place: str, changed: Callable[..., 
             reads(moved)
     plain = {name: one for name, one in checkpoint.items() if "proj" not in name}
     assert quantized_checkpoint(replace(moved, tensors=plain)) is None  # plain weights, and a field that is left over
+    both = quantized_checkpoint(replace(moved, config={**config, **settings}))
+    assert both is not None
+    assert "quantization_config" not in str(both.plain.config)
+    assert "compression_config" not in both.plain.config
+
+
+@pytest.mark.parametrize("options", [{"quant": "dequantize"}, {"dtype": "bfloat16"}, None], ids=str)
+def test_commands_name_settings_in_another_place(
+    options: dict[str, Any] | None, changed: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = changed(PACKED)
+    config = json.loads((folder / "config.json").read_text())
+    config["compression_config"] = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MalformedInput, match="`quantization_config` is in `compression_config`") as error:
+        export(folder, tmp_path / "out") if options is None else to_hf(folder, tmp_path / "out", **options)
+    assert "copy it to the top" in str(error.value.hint)
 
 
 @pytest.mark.parametrize("name", ["modelopt_fp8", "modelopt_fp8_channel", "modelopt_nvfp4"])

@@ -32,7 +32,7 @@ from llmconv.quantized_weights.quantized_checkpoint import FIELD, QuantizedCheck
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.runner import default_positions
 from llmconv.runtime.tokenizer import TOKENIZER_FILES, load_tokenizer, random_prompts, usable_tokens
-from llmconv.tensors import BY_NAME, Array, LazyTensor
+from llmconv.tensors import BY_NAME, Array, LazyTensor, cast
 from llmconv.verify.clients.comparison import (
     ENDS,
     NEW,
@@ -59,7 +59,6 @@ from llmconv.verify.sigma import ExpectedOutput, Measure, NoiseFloor, log_probab
 from llmconv.verify.verification import Session
 
 LARGEST = {"int": 127.0, "float": 448.0}  # of the 8-bit codes of an activation
-SIDE_FILES = ("generation_config.json", *TOKENIZER_FILES)
 EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts"}  # fields of `config.json` of mixtures
 SHARE = 0.1  # of the tokens that may have other experts by rounding
 WHOLE_ONLY = "vLLM's roundings are computed in the whole model"
@@ -84,7 +83,14 @@ def activation_rounding(settings: Mapping[str, Any]) -> Rounding | None:
     """
     groups = settings.get("config_groups") or {}
     found = [one.get("input_activations") for one in groups.values()]
-    if settings.get("quant_method") == "fp8":  # of DeepSeek
+    method = settings.get("quant_method")
+    of_int8 = method == "bitsandbytes" and settings.get("load_in_8bit")
+    if of_int8 or method == "fbgemm_fp8" or (method == "fp8" and settings.get("activation_scheme") == "static"):
+        raise UnsupportedInput(
+            f"activations are rounded in a way that is not computed here: that of `{method}`",
+            hint="verify the values of its codes: `llmconv to-hf FOLDER -o OUT --quant dequantize`",
+        )
+    if method == "fp8":  # of DeepSeek
         size = settings.get("weight_block_size") or [0, 0]
         return partial(rounded_activations, kind="float", size=int(size[1]))
     if not any(found):
@@ -111,7 +117,9 @@ class FolderModel:
     checkpoint: Checkpoint  # as stored
     quantized: QuantizedCheckpoint | None
     folder: Path  # configuration of the eager model
+    reference: Path  # the model that has the tokenizer and the end tokens of the folder, or the folder itself
     adapter: Path | None
+    weights: Mapping[str, LazyTensor] | None = None  # of the eager model of plain weights; None for those of `folder`
 
     @cached_property
     def values(self) -> dict[str, LazyTensor] | None:
@@ -123,11 +131,17 @@ class FolderModel:
 
     def _runner(self, dtype: str) -> EagerRunner:
         extra = extra_inputs_of(self.folder)
-        return EagerRunner(self.folder, dtype, weights=self.values, adapter=self.adapter, extra_inputs=extra)
+        weights = self.weights if self.values is None else self.values
+        return EagerRunner(self.folder, dtype, weights=weights, adapter=self.adapter, extra_inputs=extra)
 
     @cached_property
     def _exact(self) -> EagerRunner:
         return self._runner("float64")
+
+    def require_adapter(self) -> None:
+        """Raises InputRefused for an adapter that PEFT cannot apply to the model."""
+        if self.adapter:
+            _ = self._exact
 
     def rounded(self, dtype: str) -> RoundedModel:
         """The model with vLLM's roundings, computed in `dtype`."""
@@ -169,18 +183,37 @@ class RoundedModel:
 def opened(path: Path, reference: Path | None, adapter: Path | None) -> Iterator[FolderModel]:
     """The model of a folder; that of quantized weights has a configuration in a folder that is removed.
 
-    Raises InputRefused, UnsupportedInput or MalformedInput for a folder that cannot be read.
+    Raises InputRefused, UnsupportedInput or MalformedInput for a folder or reference that cannot be read.
     """
     checkpoint = open_checkpoint(path)
     quantized = quantized_checkpoint(checkpoint)
-    if not quantized:
-        yield FolderModel(path, checkpoint, None, reference or path, adapter)
+    if quantized:
+        activation_rounding(checkpoint.config[FIELD])
+        with _plain_configuration(quantized) as folder:
+            yield FolderModel(path, checkpoint, quantized, folder, reference or path, adapter)
         return
-    activation_rounding(checkpoint.config[FIELD])
+    if reference is None:
+        yield FolderModel(path, checkpoint, None, path, path, adapter)
+        return
+    given = open_checkpoint(reference)
+    coded = quantized_checkpoint(given)
+    weights = _rounded_as(checkpoint, coded.plain if coded else given)
+    with _plain_configuration(coded) if coded else nullcontext(reference) as folder:
+        yield FolderModel(path, checkpoint, None, folder, reference, adapter, weights)
+
+
+@contextmanager
+def _plain_configuration(quantized: QuantizedCheckpoint) -> Iterator[Path]:
+    """A folder with the configuration of the plain values alone, which is removed."""
     with tempfile.TemporaryDirectory(prefix="llmconv-") as name:
-        config = {field: value for field, value in quantized.plain.config.items() if field != FIELD}
-        (Path(name) / "config.json").write_bytes(json_bytes(config))
-        yield FolderModel(path, checkpoint, quantized, Path(name), adapter)
+        (Path(name) / "config.json").write_bytes(json_bytes(quantized.plain.config))
+        yield Path(name)
+
+
+def _rounded_as(checkpoint: Checkpoint, reference: Checkpoint) -> dict[str, LazyTensor]:
+    """The weights of a reference, those that a checkpoint has under the same name rounded to the type that it has."""
+    types = {name: tensor.dtype for name, tensor in checkpoint.items()}
+    return {name: cast(tensor, types.get(name, tensor.dtype), name) for name, tensor in reference.items()}
 
 
 # --- the checks -------------------------------------------------------------------------------------------------------
@@ -241,7 +274,7 @@ class VllmChecks:
             )
         for file in self.model.folder.iterdir():
             (folder / file.name).write_bytes(file.read_bytes())
-        plain = {name: _in_float32(one) for name, one in values.items()}
+        plain = {name: cast(one, BY_NAME["float32"], name) for name, one in values.items()}
         with open(folder / "model.safetensors", "wb") as weights:
             weights.write(encode_header({name: (one.dtype, one.shape) for name, one in plain.items()}))
             for one in plain.values():
@@ -254,23 +287,30 @@ class VllmChecks:
         return [random_prompts(tokens, 1, length)[0] for length in lengths]
 
     def _texts(self) -> list[str]:
-        return [*TEXTS] if any((self.model.path / name).is_file() for name in TOKENIZER_FILES) else []
+        return [*TEXTS] if _has_tokenizer(self.model.path) else []
 
     def _ends(self, answer: Mapping[str, Any]) -> Check:
-        """vLLM ends at the tokens of generation_config.json and of the tokenizer, or of neither."""
-        known, found = end_tokens(self.model.path), frozenset(answer["ends"])
+        """vLLM ends at the tokens of generation_config.json, and at that of the tokenizer."""
+        known, found = end_tokens(self.model.reference), frozenset(answer["ends"])
         shown = ", ".join(f"{name} {version}" for name, version in answer["versions"].items())
         shown += f", in {answer['dtype']}"
         others = f"it ends at {sorted(found)}, the model at {sorted(known[0])}"
-        if not known[0] <= found:
+        of_tokenizer = getattr(self._tokenizer, "eos_token_id", None)
+        if not known[0] <= found <= frozenset().union(*known, {of_tokenizer}):
             return Check(ENDS, VLLM, "", verdict="fail", detail=others)
         return Check(ENDS, VLLM, "", detail=shown if found == known[0] else f"{shown}; {others}")
 
     def _ids(self, texts: Sequence[str], ids: Sequence[Sequence[list[int]]]) -> Check:
         if not texts:
             return Check("tokens of texts", VLLM, "", verdict="skip", detail="the folder has no tokenizer")
-        problems = token_problems(load_tokenizer(self.model.path), texts, ids)
+        problems = token_problems(self._tokenizer, texts, ids)
         return audited("tokens of texts", VLLM, problems, f"{len(texts)} texts, with and without special tokens")
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """That of the reference, or of the folder; None without any."""
+        homes = [home for home in (self.model.reference, self.model.path) if _has_tokenizer(home)]
+        return load_tokenizer(homes[0]) if homes else None
 
     def _run(
         self, prompt: list[int], row: list[int], ids: Array, values: Array, rounded: RoundedModel, dtype: str
@@ -314,11 +354,8 @@ class VllmChecks:
         ]
 
 
-def _in_float32(tensor: LazyTensor) -> LazyTensor:
-    def load(start: int, stop: int) -> Array:
-        return tensor.rows(start, stop).astype(np.float32)
-
-    return LazyTensor(BY_NAME["float32"], tensor.shape, load)
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def checked_by_vllm(
@@ -348,6 +385,7 @@ def checked_by_vllm(
         report.versions |= versions
         report.reference = (given or folder).name
         choose(CostEstimate.of(model.values or model.checkpoint.tensors, 1), low_memory, WHOLE_ONLY)
+        model.require_adapter()
         checks = VllmChecks(client, model)
         for found in checks.checks():
             report.checks += found

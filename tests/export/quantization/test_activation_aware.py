@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from llmconv.checkpoint import open_weights
-from llmconv.errors import UsageProblem
+from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export import export, quantize
 from llmconv.export.export_options import DEFAULTS
 from llmconv.export.quantization.activation_aware import SampledMatrix, least_error, measure_activation_aware
@@ -67,6 +67,14 @@ def model(talking: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The graphs of a Llama with scaled norms."""
     return exported(model, tmp_path_factory.mktemp("aware") / "out")
+
+
+def test_a_weight_that_is_not_finite_is_named(model: Path, tmp_path: Path) -> None:
+    broken, name = Path(shutil.copytree(model, tmp_path / "broken")), "model.layers.1.mlp.gate_proj.weight"
+    change_tensor(broken / "model.safetensors", name, lambda values: np.where(values == values[0, 0], np.nan, values))
+    with pytest.raises(InputRefused) as error:
+        exported(broken, tmp_path / "out")
+    assert name in error.value.message
 
 
 @pytest.fixture(scope="module")

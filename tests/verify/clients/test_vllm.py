@@ -24,9 +24,13 @@ from transformers import (
 
 from benchmarks import environments
 from llmconv import quantize
+from llmconv.convert import to_hf
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
+from llmconv.runtime.tokenizer import load_tokenizer
 from llmconv.verify import Report, verify
-from llmconv.verify.clients.vllm import activation_rounding, rounded_activations
+from llmconv.verify.clients.comparison import Client
+from llmconv.verify.clients.vllm import VllmChecks, activation_rounding, opened, rounded_activations
+from tests.builders.talking import save_letters
 from tests.conftest import save_tiny
 
 HOME = Path(__file__).parents[3] / environments.folder("vllm")
@@ -129,6 +133,16 @@ def test_an_adapter_computes_in_vllm_what_peft_computes(llama: Path, tmp_path: P
     assert report.exit_code == 0, report.lines()
 
 
+@pytest.mark.parametrize("config", [None, "{", json.dumps({"peft_type": "LORA", "r": "4"})])
+def test_what_is_no_adapter_of_the_model_is_refused_before_vllm_runs(config: str | None, tmp_path: Path) -> None:
+    folder, adapter = save_tiny("llama", tmp_path / "llama"), tmp_path / "adapter"
+    adapter.mkdir()
+    if config is not None:
+        (adapter / "adapter_config.json").write_text(config)
+    with opened(folder, None, adapter) as model, pytest.raises(InputRefused, match="PEFT cannot apply"):
+        model.require_adapter()
+
+
 def with_fields(model: Path, target: Path, **fields: Any) -> Path:
     shutil.copytree(model, target)
     config = json.loads((model / "config.json").read_text())
@@ -143,6 +157,48 @@ def with_fields(model: Path, target: Path, **fields: Any) -> Path:
 def test_settings_that_are_not_the_references_fail(fields: dict[str, Any], llama: Path, tmp_path: Path) -> None:
     found = failed(checked(with_fields(llama, tmp_path / "other", **fields), llama))
     assert "logits, 1 prompt of 100 tokens, in float32" in found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wider", "quantized"])
+def test_a_folder_is_its_reference_rounded_to_its_own_types(kind: str, llama: Path, tmp_path: Path) -> None:
+    if kind == "wider":
+        to_hf(llama, tmp_path / "reference", dtype="float32")
+        tensors = load_file(tmp_path / "reference/model.safetensors")
+        tensors = {name: tensor * 1.0001 for name, tensor in tensors.items()}
+        save_file(tensors, tmp_path / "reference/model.safetensors", {"format": "pt"})
+        to_hf(tmp_path / "reference", tmp_path / "out", dtype="bfloat16")
+    else:
+        quantize(llama, tmp_path / "reference", scheme="fp8-dynamic")
+        to_hf(tmp_path / "reference", tmp_path / "out", quant="dequantize")
+    report = checked(tmp_path / "out", tmp_path / "reference")
+    assert report.exit_code == 0, report.lines()
+
+
+def in_vllm(folder: Path, reference: Path, ends: list[int], ids: list[list[list[int]]]) -> list[str]:
+    """Names of the checks that fail of a folder that ends at tokens, and whose first text has ids."""
+    with opened(folder, reference, None) as model:
+        checks = VllmChecks(Client("vllm", ""), model)
+        answer = {"ends": ends, "ids": ids, "versions": {}, "dtype": "float32"}
+        found = [checks._ends(answer), checks._ids(["ab"], ids)]
+    return [check.name for check in found if check.verdict == "fail"]
+
+
+def test_tokens_and_ends_are_those_of_the_reference(tmp_path: Path) -> None:
+    folder = save_letters(save_tiny("llama", tmp_path / "llama"))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    tokenizer = load_tokenizer(folder)
+    ids = [[tokenizer("ab")["input_ids"]] * 2]
+    assert in_vllm(folder, folder, [2, 7], ids) == []
+    other = Path(shutil.copytree(folder, tmp_path / "other"))
+    (other / "generation_config.json").write_text('{"eos_token_id": 2}')
+    state = json.loads((other / "tokenizer.json").read_text())
+    words = state["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    (other / "tokenizer.json").write_text(json.dumps(state))
+    assert in_vllm(folder, other, [2, 7], ids) == ["end tokens", "tokens of texts"]
+    assert in_vllm(folder, other, [2], ids) == ["tokens of texts"]
+    assert in_vllm(folder, folder, [2], ids) == ["end tokens"]
 
 
 def test_codes_of_activations_are_those_of_the_scheme() -> None:
@@ -169,11 +225,27 @@ def test_other_roundings_of_activations_are_refused(llama: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    ],
+    ids=str,
+)
+def test_roundings_of_other_programs_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedInput, match="activations are rounded in a way") as error:
+        activation_rounding(settings)
+    assert "--quant dequantize" in str(error.value.hint)
+
+
+@pytest.mark.parametrize(
     ("options", "problem"),
     [
         ({"clients": ["vllm", "genai"]}, "`vllm` opens Hugging Face folders, other clients do not"),
         ({"suite": "full"}, "`--suite` applies to graphs, and vLLM opens none"),
         ({"method": "structure"}, "`--method` applies to graphs, and vLLM opens none"),
+        ({"low_memory": True}, "`--low-memory` applies to graphs, and vLLM opens none"),
         ({"threads": 2}, "`--provider, --threads or --timeout` applies to graphs, and vLLM opens none"),
     ],
 )

@@ -66,7 +66,8 @@ def ran(request: dict[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     lora = None
     if request["adapter"]:
-        rank = json.loads((Path(request["adapter"]) / "adapter_config.json").read_text(encoding="utf-8")).get("r", 8)
+        given = json.loads((Path(request["adapter"]) / "adapter_config.json").read_text(encoding="utf-8"))
+        rank = max([given.get("r", 8), *(given.get("rank_pattern") or {}).values()])
         options = {"enable_lora": True, "max_lora_rank": next((one for one in RANKS if one >= rank), rank)}
         lora = importlib.import_module("vllm.lora.request").LoRARequest("adapter", 1, request["adapter"])
     model = vllm.LLM(
