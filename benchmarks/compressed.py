@@ -9,7 +9,7 @@ from benchmarks.measure import FOLDER, Target, interleaved, llmconv, median, rem
 from benchmarks.models import base
 
 ROUNDS = 2
-SCHEMES = ("fp8-block", "w4a16", "nvfp4a16")
+SCHEMES = ("fp8-block", "w4a16 --method search", "nvfp4a16")
 
 
 def main() -> int:
@@ -18,16 +18,15 @@ def main() -> int:
     remove(output)
     if not example.exists():
         run(llmconv("quantize", model, "-o", example, "--scheme", "fp8-block"))
-    commands = {
-        f"`quantize --scheme {one}`": llmconv("quantize", model, "-o", output, "--scheme", one) for one in SCHEMES
-    }
+    quantize = "quantize", model, "-o", output, "--scheme"
+    commands = {f"`quantize --scheme {one}`": llmconv(*quantize, *one.split()) for one in SCHEMES}
     commands["`cp` of the folder of fp8-block"] = ["cp", "-r", str(example), str(output)]
     commands["`llmconv --version`"] = llmconv("--version")
     results = interleaved(commands, ROUNDS, output)
     shutil.rmtree(example)
     walls = {name: median(runs, lambda item: item.wall) for name, runs in results.items()}
     peaks = {name: max(item.peak_mb for item in runs) for name, runs in results.items()}
-    block, integers = (f"`quantize --scheme {one}`" for one in ("fp8-block", "w4a16"))
+    block, integers = (f"`quantize --scheme {one}`" for one in ("fp8-block", "w4a16 --method search"))
     targets = [
         Target("fp8-block: wall time / `cp` of the result", walls[block] / walls["`cp` of the folder of fp8-block"], 2),
         Target("fp8-block: peak RSS, MB", peaks[block], 400),

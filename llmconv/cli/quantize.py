@@ -36,12 +36,13 @@ SCHEMES = ["fp8-dynamic", "fp8-block", "w8a8", "w4a16", "w4a16-asym", "nvfp4a16"
     "--method",
     "Of w4a16 and w4a16-asym; search: the scales with the least squared error; rtn: from the extreme values; gptq: as "
     "search, and later columns make up for the errors of earlier ones on the text of --calibrate; awq: as search, with "
-    "norms and the matrices behind them scaled so that this text loses least.  [default: search]",
+    "norms and the matrices behind them scaled so that this text loses least.  [default: rtn, with --calibrate search]",
     ["rtn", "search", "gptq", "awq"],
 )
 @option(
     "--calibrate FILE|default",
-    "Text that shows which columns of weights matter, of the same schemes; `default`: llmconv's own.",
+    "Text that shows which columns of weights matter, of the same schemes, so that rounding costs less; `default`: "
+    "llmconv's own.",
 )
 @option(
     "--base-format",

@@ -90,8 +90,9 @@ def quantize(  # noqa: PLR0913 - the options of the command, by the same names
         adapters: adapters that are merged first, as by `merge_lora`.
         quant_block: columns that share a scale, of `w4a16` and `w4a16-asym`; 128 when None.
         quant_exclude: patterns of names of weights that are kept, too.
-        method: of the same schemes: `search` (when None) for the scales with the least squared error, `rtn`, or with
-            `calibrate` also `gptq` (error feedback) and `awq` (scaled norms and columns).
+        method: of the same schemes: `rtn` (when None, without a text) for scales from the extreme values, `search`
+            (when None, with one) for those with the least squared error, or with `calibrate` also `gptq` (error
+            feedback) and `awq` (scaled norms and columns).
         calibrate: of the same schemes: a text file, or `default` for the text that ships with llmconv; columns of a
             weight count as much as what they are multiplied with on this text.
         base_format: of the same schemes: `awq` or `gptq` for the form of AutoAWQ or GPTQ.
@@ -111,7 +112,9 @@ def quantize(  # noqa: PLR0913 - the options of the command, by the same names
     check_dtype(dtype)
     require_possible(work, overwrite=overwrite)
     require_shard_size(max_shard_size)
-    chosen = scheme_of(scheme, IntegerOptions(quant_block, method, calibrate, base_format))
+    integers = IntegerOptions(quant_block, method, calibrate, base_format)
+    chosen = scheme_of(scheme, integers)
+    method = integers.rounding if chosen.integers else None
     exclude = (quant_exclude,) if isinstance(quant_exclude, str) else tuple(quant_exclude)
     paths = [adapters] if isinstance(adapters, str | Path) else list(adapters)
     source, used = opened(model, paths, in_parts=calibrate is None)

@@ -250,6 +250,15 @@ class IntegerOptions:
     calibrate: object = None  # a text, or the name of one
     base_format: str | None = None  # one of `BASE_FORMATS`
 
+    @property
+    def rounding(self) -> str:
+        """The method, by default `search` with a text.
+
+        Without one, plain rounding: scales with the least squared error shrink the largest weights, which cost
+        SmolLM2-135M more (divergence 0.394 nats instead of 0.371 in blocks of 64, 0.165 instead of 0.150 in 128).
+        """
+        return self.method or ("rtn" if self.calibrate is None else "search")
+
     def require_possible(self) -> None:
         """Raises UsageProblem: an unknown value, or options that exclude or need each other."""
         if self.method not in (None, *METHODS):
@@ -297,5 +306,5 @@ def scheme_of(name: str, options: IntegerOptions = IntegerOptions()) -> Scheme:
         format=form or scheme.format,
         weights={**scheme.weights, "group_size": size},
         unit=(8 if form else scheme.unit[0], size),  # the older forms have eight rows in a word
-        integers=replace(scheme.integers, size=size, search=options.method != "rtn"),
+        integers=replace(scheme.integers, size=size, search=options.rounding != "rtn"),
     )

@@ -62,8 +62,15 @@ def test_an_honest_folder_passes(scheme: str, llama: Path, made: Callable[[str],
     report = verify(made(scheme), reference=llama, min_agreement=0.2)
     assert report.exit_code == 0
     assert report.quantization and report.quantization.cost and len(report.quantization.weights) == 14
-    assert (report.quantization.rounding is not None) == scheme.startswith("w4a16")
+    assert report.quantization.rounding is None  # it is plain rounding itself
     assert 0 < report.quantization.cost.divergence["mean"] < 0.1
+
+
+def test_a_search_is_compared_with_plain_rounding(llama: Path, tmp_path: Path) -> None:
+    quantize(llama, tmp_path / "out", scheme="w4a16", method="search")
+    report = verify(tmp_path / "out", reference=llama, min_agreement=0.2)
+    assert report.exit_code == 0
+    assert report.quantization and report.quantization.rounding
 
 
 def nudged(array: Array) -> Array:
