@@ -139,10 +139,8 @@ def verify(  # noqa: PLR0913 - one parameter per option of the command
         method: `whole`, `induction` over layers, `structure` without numbers, or `auto` to choose by the model's size.
         layers: of an induction, the layers that run by themselves: `all` (default), `sampled:K` or `classes`.
         record: record the verdict in the manifest of `folder`, if it has one and is not an address.
-        adapter: LoRA adapter whose factors the graphs take as inputs, or that vLLM serves, unmerged in the reference.
-            Nothing is recorded.
-        clients: `genai`, `optimum` or `transformersjs`, whose tokens are compared; or `llamacpp` for a GGUF file,
-            or `vllm` for a Hugging Face folder.
+        adapter: LoRA adapter, unmerged in the reference: graphs take its factors, vLLM serves it. Nothing is recorded.
+        clients: `genai`, `optimum` or `transformersjs`, whose tokens are compared; or `llamacpp` or `vllm`, see folder.
         pythons: `CLIENT=PATH` of a Python that has the client, or of the folder with its `node_modules`.
         report: a folder to write the report into, as report.json, report.html, summary.md and junit.xml.
         budget: seconds after which only mandatory scenarios run (`verify.scenarios.budget`); None for no limit.
