@@ -306,3 +306,12 @@ def test_models_that_may_continue_texts_are_let_pass(architectures: list[str] | 
 
     require_causal({"model_type": "x", "architectures": architectures}, "x")
     require_causal({"model_type": "bart", "architectures": ["BartForCausalLM"], "is_encoder_decoder": True}, "x")
+
+
+def test_the_tokenizers_folder_of_verl_names_the_one_with_the_weights(tmp_path: Path) -> None:
+    actor = tmp_path / "global_step_20/actor"
+    files(actor / "huggingface", config__json=CONFIG)
+    torch.save({}, actor / "model_world_size_2_rank_0.pt")
+    problem = refused_model(actor / "huggingface")
+    assert "the weights are in the folder above" in problem.message
+    assert problem.hint == f"convert that one: `llmconv to-hf {actor} -o OUT`"
