@@ -80,12 +80,13 @@ def open_adapters(
 def _open(adapter: str | Path, base: Checkpoint, alpha: float | None) -> Adapter:
     with reading_safely(adapter):
         path = local_path(adapter, in_parts=True)
-        if problem := litgpt_prompts(path):
-            raise problem
         if path.is_dir():
             _require_same_rope(path, base)
-        if not is_plainly_peft(path) and (kind := _other_format(path)):
-            return kind.open(path, base, alpha)
+        if not is_plainly_peft(path):
+            if problem := litgpt_prompts(path):
+                raise problem
+            if kind := _other_format(path):
+                return kind.open(path, base, alpha)
         folder = path if path.is_dir() else path.parent
         homes = [home for home in (folder, folder.parent) if (home / CONFIG).is_file()]
         alone = homes and weights_of(folder) is not None
