@@ -25,9 +25,9 @@ from llmconv.convert.deltas import is_recorded_delta
 from llmconv.convert.formats import Format, adapter_format, by_name, detect, formats
 from llmconv.convert.models.code_model import with_code
 from llmconv.convert.models.completeness import check_complete, check_folder, why_incomplete
-from llmconv.convert.models.config_file import CODE_FIELDS, OPTION, merged_configs, own_fields, trusted_code
+from llmconv.convert.models.config_file import CODE_FIELDS, OPTION, merged_configs, own_fields, trusted_code, updated
 from llmconv.convert.models.transformers_source import auto_classes, causal_lm_classes, model_names
-from llmconv.convert.state_dicts.files import weight_files
+from llmconv.convert.state_dicts.files import are_of_ranks, weight_files
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.packing import unpacked
 from llmconv.files.pickle_machine import Stub
@@ -42,6 +42,7 @@ from llmconv.not_a_model_folder import (
     foreign_file,
     is_quantized_export,
     known_refusal,
+    litgpt_prompts,
     refused_export,
     training_file_kind,
 )
@@ -157,7 +158,7 @@ def open_again(
     """
     refuse_options(options, (OPTION, "drop", "quant"), "a Hugging Face folder")
     opened = _dequantized(open_checkpoint(folder), name, options.get("quant"))
-    settings = {**opened.config, **merged_configs(config)}
+    settings = updated(opened.config, merged_configs(config))
     require_model_type(settings, name)
     notes: list[str] = []
     if _is_reward_model(settings):
@@ -277,6 +278,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 def explain(path: Path) -> LlmconvError:
     """The error for a path that matches no known format."""
+    if problem := litgpt_prompts(path):
+        return problem
     if kind := adapter_format(path):
         return UnsupportedInput(
             f"`{path.name}` is an adapter of {kind.title}",
@@ -335,16 +338,22 @@ def _explain_nested(folder: Path) -> LlmconvError | None:
 
     with suppress(PermissionError):
         below = [entry for depth in ("*", "*/*", "*/*/*", "*/*/*/*") for entry in sorted(folder.glob(depth))[:NESTED]]
-        kinds = (training_file_kind(f"{entry.name}.pt") for entry in below)  # the folder of an optimizer is not a model
-        found = [entry for entry, kind in zip(below, kinds, strict=True) if not kind and is_folder(entry)]
+        own = [entry for entry in below if not _is_of_training(entry.relative_to(folder))]
+        found = [one for one in own if is_folder(one) or (one.is_dir() and are_of_ranks(weight_files(one)))]
         if found:
-            inner, words = found[0].relative_to(folder).as_posix(), found[0].parent / "tokenizer"
-            more = f", and its tokenizer with `--tokenizer {words}`" if words.is_dir() else ""
+            inner = found[0].relative_to(folder).as_posix()
+            words = [home / "tokenizer" for home in found[0].parents[:2] if (home / "tokenizer").is_dir()]
+            more = f", and its tokenizer with `--tokenizer {words[0]}`" if words else ""
             return InputRefused(
                 f"`{folder.name}` is not a checkpoint itself; `{inner}` in it is a distributed one",
                 hint=f"give that folder: `{found[0]}`; `config.json` may be given with `--config`{more}",
             )
     return None
+
+
+def _is_of_training(inner: Path) -> bool:
+    """Whether a folder is that of an optimizer or the like, or in one: it is no model."""
+    return any(training_file_kind(f"{part}.pt") for part in inner.parts)
 
 
 def _explain_file(path: Path) -> LlmconvError:

@@ -7,10 +7,10 @@ weight is W + s·(B·A − B₀·A₀) (PEFT `tuners/lora/model.py`, `subtract_m
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llmconv.checkpoint import Checkpoint, is_model_folder, read_json
 from llmconv.convert.adapters.adapter import Adapter
@@ -27,13 +27,14 @@ from llmconv.convert.adapters.peft_file import (
 from llmconv.convert.algebra import equal
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.files.sources import local_path, reading_safely
-from llmconv.not_a_model_folder import SUFFIXES_OF_TORCH, training_file_kind
+from llmconv.not_a_model_folder import SUFFIXES_OF_TORCH, litgpt_prompts, training_file_kind
 from llmconv.tensors import cast
 
 if TYPE_CHECKING:
     from llmconv.convert.formats import AdapterFormat, Format
 
 PREFIX = "base_model.model."
+BASE_CONFIG = "config.json"
 SMALL = (".json", ".md", ".txt", ".jinja", ".model")  # suffixes of the files next to the weights of an adapter
 ADAPTER_SUFFIXES = (".safetensors", *SUFFIXES_OF_TORCH)  # suffixes of files of weights
 OWN = re.compile(r"(?:adapter_model|README)\..*")  # PEFT's file in its two forms, of which it reads one
@@ -79,12 +80,25 @@ def open_adapters(
 def _open(adapter: str | Path, base: Checkpoint, alpha: float | None) -> Adapter:
     with reading_safely(adapter):
         path = local_path(adapter, in_parts=True)
-        if not is_plainly_peft(path) and (kind := _other_format(path)):
-            return kind.open(path, base, alpha)
+        if path.is_dir():
+            _require_same_rope(path, base)
+        if not is_plainly_peft(path):
+            if problem := litgpt_prompts(path):
+                raise problem
+            if kind := _other_format(path):
+                return kind.open(path, base, alpha)
         folder = path if path.is_dir() else path.parent
         homes = [home for home in (folder, folder.parent) if (home / CONFIG).is_file()]
         alone = homes and weights_of(folder) is not None
         if not alone and (whole := _training_format(path)):  # the adapter and its base together, which `to-hf` merges
+            from llmconv.convert.state_dicts.files import ADAPTER_NAMES  # noqa: PLC0415 - only for a refusal
+
+            names = [*whole.peek(path)] if whole.peek and whole.name not in PLAIN else []
+            if names and all(map(ADAPTER_NAMES.search, names)):
+                raise InputRefused(
+                    f"`{path}` is of the format `{whole.name}`, with an adapter",
+                    hint=f"merge it: `llmconv to-hf {path} --base {base.path} -o OUT`",
+                )
             if homes:
                 raise InputRefused(
                     f"`{path}` is of the format `{whole.name}`, with the adapter and the model that it was trained on",
@@ -97,6 +111,33 @@ def _open(adapter: str | Path, base: Checkpoint, alpha: float | None) -> Adapter
                 )
         opened = open_tuned(path, alpha) if is_tuned(path) else open_adapter(path, alpha)
         return _with_all_weights(opened) if path.is_dir() else opened
+
+
+def _require_same_rope(folder: Path, base: Checkpoint) -> None:
+    """Raises UnsupportedInput if the configuration next to an adapter has other rotary frequencies than the base.
+
+    LongLoRA's callback saves that of the running model, whose positions were scaled for the training.
+    """
+    if not (folder / BASE_CONFIG).is_file() or is_model_folder(folder):
+        return
+    stored = read_json(folder / BASE_CONFIG)
+    if stored.get("model_type") != base.config.get("model_type"):
+        return
+    from llmconv.convert.models.model_config import rope_fields  # noqa: PLC0415 - few adapters have a configuration
+
+    own, given = rope_fields(stored), rope_fields(base.config)
+    if any(own[name] != given[name] for name in own.keys() & given.keys()):
+        raise UnsupportedInput(
+            f"`{BASE_CONFIG}` next to the adapter `{folder.name}` has other rotary positions than the base: "
+            f"{_settings(own)}, and not {_settings(given)}",
+            hint="if it was trained with them, give the base those: "
+            f"`llmconv to-hf {base.path} --config {folder / BASE_CONFIG} -o BASE`, and merge into BASE; if not, move "
+            "the file elsewhere",
+        )
+
+
+def _settings(rope: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{name}` {str(value)[:40]}" for name, value in rope.items())
 
 
 def _with_all_weights(adapter: Adapter) -> Adapter:

@@ -21,7 +21,9 @@ import onnx_ir as ir
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from llmconv.causal_lm import mtp_tensors
-from llmconv.errors import InputRefused, UnsupportedInput
+from llmconv.convert.models.blueprint import more_rows
+from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, replace_uses, scalar, static_shape
 from llmconv.files.weight_ranges import AdjustedTensor, Mapped
 from llmconv.runtime.eager.stored_tensors import BUFFERS
@@ -529,13 +531,19 @@ def _looks_up(node: ir.Node, index: int) -> bool:
 
 
 def require_shape(name: str, shape: tuple[int, ...], source: WeightSource) -> None:
-    """Raises InputRefused if the shape of a source is not that of the parameter `name`."""
+    """Raises MalformedInput if the shape of a source is not that of the parameter `name`."""
     if source.shape != shape:
-        raise InputRefused(
+        raise MalformedInput(
             f"shape mismatch for `{name}`: expected {list(shape)} by `config.json`, "
             f"got {list(source.shape)} from `{next(iter(leaves(source))).name}`",
-            hint="the weights and the config are of different models",
+            hint=_shape_hint(name, shape, source.shape),
         )
+
+
+def _shape_hint(name: str, wanted: tuple[int, ...], found: tuple[int, ...]) -> str:
+    if len(found) == 2 and found[0] > wanted[0] and found[1:] == wanted[1:] and name.endswith((*EMBEDDINGS, *HEADS)):
+        return more_rows(found[0], wanted[0])
+    return "the weights and the config are of different models"
 
 
 def missing_key(name: str) -> InputRefused:

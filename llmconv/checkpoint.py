@@ -290,10 +290,19 @@ def open_shards(folder: Path, index: str = INDEX) -> dict[str, LazyTensor]:
     if index == INDEX and SINGLE not in shards and (folder / SINGLE).is_file():
         problem = f"`{folder}` contains two models: `{SINGLE}`, and the shards that `{INDEX}` lists without it"
         raise MalformedInput(problem, hint="delete the one that an earlier save left there")
+    headers = {shard: read_header(folder / shard) for shard in shards}
+    everywhere = {name for header in headers.values() for name in header.tensors}
+    if nowhere := sorted(set().union(*shards.values()) - everywhere):
+        problem = f"`{index}` lists {len(nowhere)} tensors that no file has: {listing(nowhere)}"
+        raise MalformedInput(
+            problem,
+            hint="the save left them out (heads for several tokens that were not trained, usually), or the copy is "
+            f"damaged: delete `{index}`, and `llmconv to-hf {folder} -o OUT` writes the model with a new one if "
+            "nothing is missing",
+        )
     for shard, listed in shards.items():
-        header = read_header(folder / shard)
-        require_listed(shard, header.tensors, listed, index)
-        tensors.update(header.tensors)
+        require_listed(shard, headers[shard].tensors, listed, index)
+        tensors.update(headers[shard].tensors)
     return tensors
 
 

@@ -211,6 +211,8 @@ def _folder(folder: Path) -> InputRefused | None:
 
 def adapter_or_delta(folder: Path) -> InputRefused | None:
     """The error for a folder with an adapter or a delta in place of a model; None for any other."""
+    if prompts := litgpt_prompts(folder):
+        return prompts
     if (folder / "delta.json").is_file():
         message = f"`{folder}` is a delta, not a model"
         return UnsupportedInput(message, hint=f"use `llmconv delta apply BASE {folder} -o OUT`")
@@ -225,6 +227,22 @@ def adapter_or_delta(folder: Path) -> InputRefused | None:
         base = base if "/" in base else "BASE"  # a bare name is seldom a folder here, nor one of the Hub
         return UnsupportedInput(problem, hint=f"merge it first: `llmconv merge-lora {base} {folder} -o OUT`")
     return None
+
+
+LITGPT_PROMPTS = ("lit_model.pth.adapter_v2", "lit_model.pth.adapter")
+
+
+def litgpt_prompts(path: Path) -> UnsupportedInput | None:
+    """The error for what LitGPT's `finetune_adapter` and `finetune_adapter_v2` write; None for any other path."""
+    names = [path.name] if path.is_file() else [name for name in LITGPT_PROMPTS if (path / name).is_file()]
+    if not names or names[0] not in LITGPT_PROMPTS:
+        return None
+    problem = f"`{names[0]}` is a LLaMA-Adapter of LitGPT: prompts that each layer attends to through gates"
+    return UnsupportedInput(
+        problem,
+        hint="no merged model equals it, and transformers has no such layers; run it with LitGPT, or train LoRA "
+        "(`litgpt finetune_lora`)",
+    )
 
 
 def adapter_base(folder: Path) -> str:

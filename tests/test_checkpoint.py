@@ -67,11 +67,18 @@ def test_a_missing_shard_is_named(sharded: Path) -> None:
         open_checkpoint(sharded)
 
 
-@pytest.mark.parametrize("homes", [{"a": 1, "c": 2}, {"a": 1, "b": 1, "c": 2, "d": 2}, {"a": 2, "b": 1, "c": 2}])
+@pytest.mark.parametrize("homes", [{"a": 1, "c": 2}, {"a": 2, "b": 1, "c": 2}])
 def test_an_index_and_shards_that_disagree_are_refused(homes: dict[str, int], sharded: Path) -> None:
     write_index(sharded, homes)
     with pytest.raises(MalformedInput, match="differ in 1 tensors"):
         open_checkpoint(sharded)
+
+
+def test_an_index_that_lists_what_no_file_has_says_so(sharded: Path) -> None:
+    write_index(sharded, {"a": 1, "b": 1, "c": 2, "model.layers.2.eh_proj.weight": 2})
+    with pytest.raises(MalformedInput, match=r"lists 1 tensors that no file has: `model\.layers\.2\.eh_proj") as caught:
+        open_checkpoint(sharded)
+    assert f"delete `{INDEX}`, and `llmconv to-hf {sharded} -o OUT`" in caught.value.hint
 
 
 def test_a_folder_without_config_is_refused(sharded: Path) -> None:

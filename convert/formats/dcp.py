@@ -125,9 +125,11 @@ def _model(
     """The keys that lead to the model in the nested dict, and its state dict; InputRefused if there is none.
 
     If there are several, `chosen` has the user's keys, joined with dots (InputRefused without it). With `own_names` the
-    model's own code has the names.
+    model's own code has the names. Trainer and accelerate save of a LoRA run only the adapter.
     """
-    states = roots(folder.tree) or (roots(folder.tree, own_names=True) if own_names else {})
+    any_names = roots(folder.tree, own_names=True)
+    adapters = {keys: state for keys, state in any_names.items() if any("lora_" in str(name) for name in state)}
+    states = roots(folder.tree) or adapters or (any_names if own_names else {})
     found = {".".join(keys) or TOP: (keys, state) for keys, state in states.items()}
     if chosen in found:
         return found[chosen]

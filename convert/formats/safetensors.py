@@ -61,7 +61,7 @@ def _read(path: Path, config: Mapping[str, Any]) -> state_files.StateFile:
         raise InputRefused(f"`{path.name}` is one shard of several", hint=f"give their folder: `{path.parent}`")
     found = state_files.open_safetensors_state(path)
     # the embedding of a tied model may be saved only under the name of its head
-    fields = {**stored_config(path), **config}
+    fields = {**stored_config(found.home or path), **config}
     names = model_names(str(fields.get("model_type")))
     head = next((name for name in found.state if names.head and name.endswith(names.head)), None)
     if head is None or any(name.endswith(EMBEDDINGS) for name in found.state):
@@ -87,7 +87,8 @@ FORMAT = Format(
     detect=_detect,
     open=_open,
     covers="any causal language model of transformers; accelerate's `save_model` and `save_state`, merged FSDP "
-    "weights; shards with or without an index; shared tensors that are stored once; LoRA runs saved with their base, "
+    "weights; shards with or without an index; the files of all ranks of torch's `HuggingFaceStorageWriter` (NeMo "
+    "Automodel, NeMo RL); shared tensors that are stored once; LoRA runs saved with their base, "
     "merged or kept apart; `--drop` leaves out what is not part of the model",
     options=("drop", *OPTIONS, OPTION),
     peek=lambda path: state_files.open_safetensors_state(path).tensors(),

@@ -376,7 +376,18 @@ def _shape_hint(name: str, found: Sequence[int], wanted: Sequence[int]) -> str:
             f"`resize_token_embeddings` drops the {MLLAMA_ROWS} rows that a mllama's embedding has after its words, "
             f"and transformers cannot load it either; copy its rows into one of {wanted[0]}, and save the model again"
         )
+    if name.endswith((*EMBEDDINGS, *HEADS)) and len(found) == 2 and found[0] > wanted[0] and found[1:] == wanted[1:]:
+        return more_rows(found[0], wanted[0])
     return ANOTHER
+
+
+def more_rows(found: int, wanted: int) -> str:
+    """The hint for an embedding or a head with more rows than `vocab_size`."""
+    return (
+        f"{found - wanted} rows more than `vocab_size`: added tokens, or padding (Megatron's), which is better saved "
+        f"without; to keep all rows, `llmconv to-hf FOLDER --config FILE -o OUT` with FILE of "
+        f'`{{"vocab_size": {found}}}`'
+    )
 
 
 def refuse_shapes(wrong: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]], source: str) -> None:

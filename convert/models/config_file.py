@@ -171,6 +171,27 @@ def plain_fields(config: Mapping[str, Any], warnings: list[str]) -> dict[str, An
     return kept
 
 
+def updated(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The stored fields with the user's, whose `rope_theta` and `rope_scaling` count against `rope_parameters` too.
+
+    The first two are transformers 4's. Of a file with both, transformers 5 takes the base in `rope_parameters`, or with
+    a `rope_scaling` the base of the class, so a user's field would have no effect, or take another one away.
+    """
+    rope, config = stored.get("rope_parameters"), {**stored, **given}
+    old = given.keys() & {"rope_theta", "rope_scaling"}
+    if not old or "rope_parameters" in given or not isinstance(rope, Mapping):
+        return config
+    if any(isinstance(one, Mapping) for one in rope.values()):  # a base for each kind of layers
+        return config
+    scaling = given.get("rope_scaling") if "rope_scaling" in given else rope
+    scaling = dict(scaling) if isinstance(scaling, Mapping) else {}
+    kind = scaling.pop("type", None)
+    base = {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    base |= {"rope_theta": given["rope_theta"]} if given.get("rope_theta") is not None else {}
+    config["rope_parameters"] = {"rope_type": kind or "default", **scaling, **base}
+    return {name: value for name, value in config.items() if name not in old}
+
+
 def causal_lm_config(
     stored: Mapping[str, Any], given: Mapping[str, Any], source: str, warnings: list[str]
 ) -> dict[str, Any]:
@@ -181,7 +202,7 @@ def causal_lm_config(
     """
     if own := _own_config(stored, given, source):
         return own
-    config = plain_fields({**stored, **given}, warnings if trusted_code(given) is None else [])
+    config = plain_fields(updated(stored, given), warnings if trusted_code(given) is None else [])
     if "model_type" not in config:
         raise InputRefused(
             f"`{source}` does not contain a model configuration", hint="give the model's `config.json` with `--config`"

@@ -140,6 +140,23 @@ def rope_settings(config: Mapping[str, Any]) -> Any:
     return config.get("rope_scaling") or config.get("rope_parameters") or {}
 
 
+def rope_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary settings that a configuration states, to compare those that two state.
+
+    `rope_type` is always there, since its absence is `default`; with settings for each kind of layers, only these are.
+    """
+    text = config.get("text_config")
+    fields = text if isinstance(text, Mapping) else config
+    stored = rope_settings(fields)
+    stored = stored if isinstance(stored, Mapping) else {}
+    if any(isinstance(one, Mapping) for one in stored.values()):  # by kind of layer, which only transformers 5 has
+        return {name: one for name, one in stored.items() if isinstance(one, Mapping)}
+    theta = {"rope_theta": fields["rope_theta"]} if fields.get("rope_theta") is not None else {}
+    kind = stored.get("rope_type") or stored.get("type") or "default"
+    others = {name: one for name, one in stored.items() if name not in ("type", "rope_type")}
+    return {"rope_type": kind, **theta, **others}
+
+
 def _rope(fields: Mapping[str, Any], source: str) -> tuple[float, dict[str, Any]]:
     """Base, and what scales the frequencies (`rope_type` in front), whichever transformers wrote it."""
     stored = rope_settings(fields)

@@ -4,10 +4,15 @@ Layout (pytorch `torch/distributed/checkpoint/metadata.py`, `filesystem.py`): `_
 blobs, and `.metadata`, a pickle of `Metadata`: `state_dict_metadata` {name: tensor (properties, size, chunks) or
 bytes}, `storage_data` {index (fqn, offset): (file, offset, length)}, `planner_data` {name: path in the nested dict}.
 Torch 1.13 to 2.13 spell the fields the same way.
+
+Torch's `HuggingFaceStorageWriter` (`hf_storage.py`; NeMo Automodel and NeMo RL use it) writes no `.metadata`: each rank
+has files `shard-RANK-model-NUMBER-of-COUNT.safetensors` with its boxes of tensors under the tensors' own names. Their
+metadata has `DCP_SHARDING_INFO`, JSON `{name: {saved_offsets: [first element]}}`, with `global_shape` if stated.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,6 +29,7 @@ from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.files.pickle_machine import Stub
 from llmconv.files.pickle_reader import RANK_LIMIT, Global, TensorRef, read_pickle
+from llmconv.files.safetensors_file import Header
 from llmconv.files.source_file import open_source
 from llmconv.files.torch_reader import TorchFile, open_torch_blob
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
@@ -514,6 +520,59 @@ def assemble(
         return rows
 
     return LazyTensor(dtype, shape, load)
+
+
+SHARDING = "DCP_SHARDING_INFO"
+
+
+def join_boxes(folder: Path, headers: Mapping[str, Header]) -> dict[str, LazyTensor]:
+    """Whole tensors of the boxes in safetensors files of ranks, by file name; MalformedInput if they do not tile them.
+
+    Without `global_shape` a tensor ends where its last box does, so files of the last rank that are missing make it
+    shorter than the configuration says.
+    """
+    boxes: defaultdict[str, dict[Chunk, LazyTensor]] = defaultdict(dict)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file, header in headers.items():
+        places = _places(folder, file, header)
+        for name, tensor in header.tensors.items():
+            start, shape = places[name]
+            box = Chunk(start, tensor.shape, BlobLocation(file, len(boxes[name]), 0))
+            boxes[name][box] = tensor
+            ends = tuple(at + size for at, size in zip(start, tensor.shape, strict=True))
+            shapes[name] = shape or tuple(map(max, shapes.get(name, ends), ends))
+    for name, parts in boxes.items():
+        kinds = {tensor.dtype for tensor in parts.values()}
+        if len(kinds) > 1 or not is_tiled(shapes[name], [*parts]):
+            raise MalformedInput(
+                f"the files of `{folder.name}` have parts of {shown(name)} that overlap or leave a gap",
+                hint="the files of a rank are missing, or those of two saves are mixed; copy the folder again",
+            )
+    return {
+        name: assemble(next(iter(parts.values())).dtype, shapes[name], [*parts], parts.__getitem__)
+        for name, parts in boxes.items()
+    }
+
+
+def _places(folder: Path, file: str, header: Header) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """First element of each box in a file, and the shape of its tensor; empty where the file does not say it."""
+    try:
+        stated = json.loads(header.metadata.get(SHARDING, ""))
+    except (ValueError, RecursionError):
+        stated = None
+    places = {}
+    for name, tensor in header.tensors.items():
+        own: Any = stated.get(name) if isinstance(stated, dict) else None
+        own = own if isinstance(own, dict) else {}
+        start, shape = own.get("saved_offsets"), own.get("global_shape") or []
+        for values, ranks in ((start, {len(tensor.shape)}), (shape, {0, len(tensor.shape)})):
+            if not isinstance(values, list) or not _are_sizes(tuple(values)) or len(values) not in ranks:
+                raise MalformedInput(
+                    f"`{file}` in `{folder.name}` does not say in `{SHARDING}` which part of {shown(name)} it has",
+                    hint="the file was written again by another program; copy the folder again",
+                )
+        places[name] = tuple(start), tuple(shape)
+    return places
 
 
 META_EMBEDDING = "tok_embeddings.weight"

@@ -4,7 +4,8 @@ transformers (`utils/hub.py`, `modeling_utils.py`): the index maps every name to
 Face checkpointer wrote `hf_model_0001_0.pt` (shard, epoch) without one. accelerate (`accelerator.py`,
 `checkpointing.py`) writes `model.safetensors` or `model-00001-of-00003.safetensors` with
 `model.safetensors.index.json`; `safetensors.torch.save_model` stores a tensor that several parameters share once, and
-lists the others in the metadata: `{left out: kept}`.
+lists the others in the metadata: `{left out: kept}`. Files of ranks, each with its part of the tensors, are torch's
+(`convert/state_dicts/distributed.py`); NeMo Automodel puts the model's own files into `.hf_metadata` there.
 """
 
 from __future__ import annotations
@@ -326,6 +327,8 @@ def _leaves(value: object, name: str, depth: int) -> list[tuple[str, TensorRef]]
 SUFFIX = ".safetensors"
 SAFETENSORS_INDEX = ".safetensors.index.json"
 SAFETENSORS_SHARD = re.compile(r"(.+)-(\d{1,6})-of-(\d{1,6})\.safetensors")
+RANK_SHARD = re.compile(r"shard-(\d{1,6})-(?:.+)-\d{1,6}-of-\d{1,6}\.safetensors")  # a rank's parts of tensors
+RANK_HOME = ".hf_metadata"  # the folder of the model's own files next to them
 ADAPTER = re.compile(r"(?:adapter_model|adapters|peft_model.*|.*lora.*)\.safetensors")
 
 
@@ -343,12 +346,20 @@ def weight_files(folder: Path) -> list[Path]:
 
 def is_safetensors_shard(path: Path) -> bool:
     match = SAFETENSORS_SHARD.fullmatch(path.name)
-    return match is not None and int(match[3]) > 1
+    return match is not None and (int(match[3]) > 1 or RANK_SHARD.fullmatch(path.name) is not None)
+
+
+def are_of_ranks(files: Iterable[Path]) -> bool:
+    """Whether safetensors files are those of ranks, with parts of tensors."""
+    names = [file.name for file in files]
+    return bool(names) and all(map(RANK_SHARD.fullmatch, names))
 
 
 def one_checkpoint(folder: Path) -> list[Path]:
     """The files of the only checkpoint in a folder; empty if there is none, or several."""
     files = weight_files(folder)
+    if are_of_ranks(files):
+        return files
     stems = {match[1] if (match := SAFETENSORS_SHARD.fullmatch(file.name)) else file.name for file in files}
     return files if len(stems) == 1 or _indices(folder) else []
 
@@ -367,6 +378,10 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
     own = [name for name, base in bases.items() if not (training_file_kind(base) or ADAPTER.fullmatch(base))]
     if index := _only(path, own):
         return open_shards(path, index)
+    if are_of_ranks(files := weight_files(path)):
+        from llmconv.convert.state_dicts.distributed import join_boxes  # noqa: PLC0415 - of few folders
+
+        return join_boxes(path, {file.name: header_of(file) for file in files})
     files = numbered(path) or one_checkpoint(path)
     if len(files) == 1:
         return dict(header_of(files[0]).tensors)
@@ -397,6 +412,9 @@ def open_safetensors_state(path: Path) -> StateFile:
     tensors = open_safetensors(path)
     stored = {tensor.path for tensor in tensors.values() if isinstance(tensor, FileTensor)}
     files = [path] if path.is_file() else sorted(stored)
+    if path.is_dir() and are_of_ranks(ranks := weight_files(path)):
+        home = path / RANK_HOME if (path / RANK_HOME / "config.json").is_file() else None
+        return StateFile(path, tensors, lambda name, leaf: leaf, shards=len(ranks), home=home)
     shared = {name: kept for file in files for name, kept in header_of(file).metadata.items() if kept in tensors}
     state = {**{name: tensors[kept] for name, kept in shared.items() if name not in tensors}, **tensors}
     return StateFile(path, state, lambda name, leaf: leaf, shards=len(files))

@@ -129,6 +129,12 @@ def _place(path: Path, fields: dict[str, Any], data_start: int, size: int) -> di
     return tensors
 
 
+EMPTY = (
+    "a save wrote no values for it; if it is the head of a model whose `config.json` sets `tie_word_embeddings`, it is "
+    "not needed: delete its line in the index, and this file, if it has nothing else"
+)
+
+
 def _span(name: str, field: Any) -> tuple[int, int]:
     """The checked `data_offsets` of one entry."""
     if len(name) > NAME_LIMIT or not name.isprintable():
@@ -136,7 +142,13 @@ def _span(name: str, field: Any) -> tuple[int, int]:
     if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
         raise FileProblem(f"has fields other than dtype, shape and data_offsets for tensor `{name}`")
     if not isinstance(field["dtype"], str) or field["dtype"] not in BY_CODE:
-        raise FileProblem(f"has the unknown dtype `{str(field['dtype'])[:40]}` for tensor `{name}`")
+        problem = f"has the unknown dtype `{str(field['dtype'])[:40]}` for tensor `{name}`"
+        empty = field == {
+            "dtype": "",
+            "shape": [],
+            "data_offsets": [0, 0],
+        }  # torchtitan's, for the head of a tied model
+        raise FileProblem(problem, EMPTY if empty else "")
     shape, offsets = field["shape"], field["data_offsets"]
     if not _naturals(shape) or len(shape) > RANK_LIMIT or prod(shape) > 1 << 62:
         raise FileProblem(f"has an invalid shape for tensor `{name}`")

@@ -84,6 +84,13 @@ def test_an_inconsistent_header_is_refused(case: str, tmp_path: Path) -> None:
         read_header(write(tmp_path / "x", header, bytes(size)))
 
 
+def test_a_tensor_that_a_save_left_empty_says_what_to_do(tmp_path: Path) -> None:
+    """torchtitan's file of the head of a tied model, which its index lists."""
+    with pytest.raises(MalformedInput, match="unknown dtype `` for tensor `lm_head") as caught:
+        read_header(write(tmp_path / "x", {"lm_head.weight": {"dtype": "", "shape": [], "data_offsets": [0, 0]}}, b""))
+    assert "delete its line in the index" in caught.value.hint
+
+
 @pytest.mark.parametrize("length", [0, 1, 10**6, 10**9, 2**62, 2**64 - 1])
 def test_a_wrong_header_length_is_refused(length: int, tmp_path: Path) -> None:
     with pytest.raises(MalformedInput):

@@ -30,6 +30,7 @@ from llmconv.convert.models.completeness import WRAPPERS, as_loaded
 from llmconv.convert.models.config_file import causal_lm_config, read_config_file
 from llmconv.convert.state_dicts.files import Sign, require_state
 from llmconv.errors import MalformedInput, UnsupportedInput, listing
+from llmconv.not_a_model_folder import litgpt_prompts
 from llmconv.tensors import LazyTensor
 
 FUSED = ("gpt_neox", "falcon")
@@ -189,6 +190,8 @@ def _file(path: Path) -> Path:
 
 
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
+    if problem := litgpt_prompts(path):
+        raise problem
     found = require_state(_file(path))
     warnings = second_models(found)
     if names := [name for name in found.state if any(part in name for part in ADAPTERS)]:

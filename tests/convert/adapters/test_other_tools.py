@@ -287,6 +287,17 @@ def test_a_litgpt_adapter_of_another_family_is_refused(tmp_path: Path) -> None:
         merge_lora(FIXTURES / "bases/gpt_neox", [FIXTURES / "litgpt/llama_lora"], tmp_path / "merged")
 
 
+@pytest.mark.parametrize("name", ["lit_model.pth.adapter_v2", "lit_model.pth.adapter"])
+def test_prompts_of_litgpt_are_no_lora(name: str, tmp_path: Path) -> None:
+    folder = shutil.copytree(FIXTURES / "litgpt/llama_lora", tmp_path / "final")
+    (folder / "lit_model.pth.lora").rename(folder / name)
+    for path in (folder, folder / name):
+        with pytest.raises(UnsupportedInput, match="is a LLaMA-Adapter of LitGPT"):
+            merge_lora(base_of("litgpt/llama_lora"), [path], tmp_path / "merged")
+        with pytest.raises(UnsupportedInput, match="is a LLaMA-Adapter of LitGPT"):
+            to_hf(path, tmp_path / "merged")
+
+
 @pytest.mark.parametrize("case", ["mlx/llama_lora", "torchtune/llama_lora", "litgpt/llama_lora"])
 def test_to_hf_of_an_adapter_names_the_command_that_merges_it(case: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedInput, match="adapter|LoRA") as refused:

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from transformers import AutoConfig
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.cli import main
+from llmconv.convert.models.model_config import rope_fields
 from tests.builders.lora_models import causal_lm, train
 
 SMALL: dict[str, Any] = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
@@ -298,3 +300,52 @@ def test_a_merge_of_an_adapter_of_another_base_is_still_exact(tmp_path: Path, ma
     before, after = open_checkpoint(trained / "deeper"), open_checkpoint(tmp_path / "out")
     name = "model.layers.5.self_attn.q_proj.weight"
     assert torch.equal(torch.from_numpy(before[name].read()), torch.from_numpy(after[name].read()))
+
+
+OLD, NEW = (
+    {"rope_theta": 10000.0, "rope_scaling": None},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+)
+OLD_SCALED = {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
+SCALED = {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}
+BY_KIND = {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}}
+
+
+def with_rope(file: Path, rope: dict[str, Any], source: Path) -> None:
+    """Writes the configuration in `source` to `file` with these rotary settings alone."""
+    stored = json.loads(source.read_text())
+    own = {name: value for name, value in stored.items() if not name.startswith("rope_")}
+    file.write_text(json.dumps(own | rope))
+
+
+@pytest.mark.parametrize(
+    "base, beside", [(OLD, OLD_SCALED), (OLD, SCALED), (NEW, OLD_SCALED), (NEW, {"rope_theta": 5e5})]
+)
+def test_a_configuration_next_to_the_adapter_with_other_positions_is_refused(
+    base: dict[str, Any], beside: dict[str, Any], make: Make, tmp_path: Path
+) -> None:
+    """LongLoRA saves the running model's configuration with the adapter: positions were scaled for the training."""
+    folder, adapter = make("base", {}, {})
+    with_rope(adapter / "config.json", beside, folder / "config.json")
+    with_rope(folder / "config.json", base, folder / "config.json")
+    out = tmp_path / "merged"
+    done = CliRunner().invoke(main, ["merge-lora", str(folder), str(adapter), "-o", str(out)])
+    assert done.exit_code == 3
+    assert "has other rotary positions than the base" in done.stderr
+    scaled = tmp_path / "scaled"  # as the hint says
+    hint = ["to-hf", str(folder), "--config", str(adapter / "config.json"), "-o"]
+    assert f"llmconv {' '.join(hint)} BASE" in done.stderr
+    assert CliRunner().invoke(main, [*hint, str(scaled)]).exit_code == 0
+    merge(scaled, adapter, out)
+    found = AutoConfig.from_pretrained(out).rope_parameters
+    assert found.items() >= rope_fields(beside).items()
+
+
+@pytest.mark.parametrize("base, beside", [(OLD, NEW), (NEW, OLD), (OLD_SCALED, SCALED), (OLD, BY_KIND)])
+def test_the_same_positions_next_to_the_adapter_are_merged(
+    base: dict[str, Any], beside: dict[str, Any], make: Make, tmp_path: Path
+) -> None:
+    folder, adapter = make("base", {}, {})
+    with_rope(adapter / "config.json", beside, folder / "config.json")
+    with_rope(folder / "config.json", base, folder / "config.json")
+    merge(folder, adapter, tmp_path / "merged")

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig
 
-from llmconv.convert import to_hf
+from llmconv.convert import merge_lora, to_hf
 from llmconv.convert.formats import formats
 from llmconv.convert.formats.meta import LLAMA
 from llmconv.convert.inspection import inspect
@@ -291,3 +292,29 @@ def test_the_step_of_nemo_rl_is_refused_with_the_folder_of_its_weights(dcp: Path
             open_training(folder)
         assert f"give that folder: `{inner}`" in caught.value.hint
         assert f"`--tokenizer {policy / 'tokenizer'}`" in caught.value.hint
+
+
+def test_an_adapter_saved_without_its_base_is_merged_into_it(dcp: Path, tmp_path: Path) -> None:
+    """As accelerate saves a LoRA run in shards (`adapter_only`): `adapter_config.json` is in the run's folder above."""
+    base = tmp_path / "base"
+    to_hf(dcp / "fsdp_llama", base)
+    weights = load_file(base / "model.safetensors")
+    module = "model.layers.0.self_attn.q_proj"
+    rows, columns = weights[f"{module}.weight"].shape
+    a, b = torch.randn(2, columns), torch.randn(rows, 2)
+    factors = {f"base_model.model.{module}.lora_A.weight": a, f"base_model.model.{module}.lora_B.weight": b}
+    step = tmp_path / "run/checkpoint-100"
+    save(step / FSDP, {"model": factors})
+    with pytest.raises(InputRefused, match="is of the format `dcp`, with an adapter") as caught:
+        merge_lora(base, [step], tmp_path / "refused")
+    assert f"`llmconv to-hf {step} --base {base} -o OUT`" in caught.value.hint
+    with pytest.raises(MalformedInput, match="their scale is unknown"):
+        to_hf(step, tmp_path / "refused", base=base)
+    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": r"model\.layers\.0\.self_attn\.q_proj"}
+    (tmp_path / "run/adapter_config.json").write_text(json.dumps(fields))
+    to_hf(step, tmp_path / "hf", base=base)
+    merged = load_file(tmp_path / "hf/model.safetensors")
+    expected = weights[f"{module}.weight"].double() + 4 * b.double() @ a.double()
+    assert torch.allclose(merged[f"{module}.weight"].double(), expected, atol=1e-6)
+    others = [name for name in weights if not name.startswith(module)]
+    assert all(torch.equal(merged[name], weights[name]) for name in others)

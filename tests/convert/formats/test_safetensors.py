@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file, save_model
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -33,6 +36,8 @@ from llmconv.convert.inspection import inspect
 from llmconv.convert.models.head_and_dtype import settled
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.export import export
+from tests.builders.dcp_folders import save
 from tests.builders.torch_states import LLAMA, llama_state, prefixed
 
 ROPE = {"num_attention_heads": 2, "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 64}
@@ -382,3 +387,92 @@ def test_layers_of_mlx_lm_with_an_adapter_in_them_are_refused_with_what_helps(tm
         with pytest.raises(MalformedInput, match="of mlx-lm's LoRA layers") as caught:
             command(tmp_path / "x")
         assert "llmconv merge-lora BASE ADAPTER" in caught.value.hint
+
+
+RANKS = ("shard-00001-model-00001-of-00001.safetensors", "shard-00002-model-00001-of-00001.safetensors")
+
+
+@pytest.fixture
+def of_ranks(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """What two ranks wrote with torch's `HuggingFaceStorageWriter`, and the model; one file is torch's own."""
+    model = built("llama")
+    state = {name: value.detach() for name, value in model.state_dict().items()}
+    folder = tmp_path / "step_10/policy/weights/model"
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save_state(state, storage_writer=writer, no_dist=True)
+    assert [file.name for file in folder.iterdir()] == [RANKS[0]]
+    with safe_open(folder / RANKS[0], "pt") as file:
+        metadata = file.metadata()
+    assert json.loads(metadata["DCP_SHARDING_INFO"])["lm_head.weight"] == {"saved_offsets": [0, 0]}
+    parts: list[dict[str, torch.Tensor]] = [{}, {}]
+    starts: list[dict[str, Any]] = [{}, {}]
+    for number, (name, value) in enumerate(sorted(state.items())):
+        dim = number % value.dim()  # as FSDP splits rows, and tensor parallelism columns
+        for rank, part in enumerate(value.tensor_split(2, dim)):
+            parts[rank][name] = part.contiguous()
+            at = [0] * value.dim()
+            at[dim] = rank * (value.shape[dim] - part.shape[dim])
+            starts[rank][name] = {"saved_offsets": at}
+    for rank, name in enumerate(RANKS):
+        save_file(parts[rank], folder / name, metadata | {"DCP_SHARDING_INFO": json.dumps(starts[rank])})
+    (folder / ".hf_metadata").mkdir()
+    model.config.save_pretrained(folder / ".hf_metadata")
+    return folder, state
+
+
+def test_files_of_ranks_are_joined(of_ranks: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    folder, state = of_ranks
+    to_hf(folder, tmp_path / "hf")
+    found = LlamaForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], value) for name, value in state.items())
+    assert inspect(folder).shards == 2
+
+
+def test_the_step_around_files_of_ranks_names_their_folder(of_ranks: tuple[Path, Any]) -> None:
+    folder, _ = of_ranks
+    step = folder.parents[2]
+    (step / "policy/tokenizer").mkdir()
+    optimizer = step / "policy/optimizer/optim"
+    save(optimizer, {"exp_avg": torch.ones(2)})
+    with pytest.raises(InputRefused, match="`policy/weights/model` in it") as caught:
+        open_training(step)
+    assert f"give that folder: `{folder}`" in caught.value.hint
+    assert f"`--tokenizer {step / 'policy/tokenizer'}`" in caught.value.hint
+
+
+def test_files_of_ranks_that_do_not_fit_are_refused(of_ranks: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, _ = of_ranks
+    (shutil.copytree(folder, tmp_path / "x") / RANKS[0]).unlink()
+    with pytest.raises(MalformedInput, match="parts of `.*` that overlap or leave a gap"):
+        open_training(tmp_path / "x")
+    (shutil.copytree(folder, tmp_path / "y") / RANKS[1]).unlink()  # ends too early
+    with pytest.raises(MalformedInput, match="of another shape than its configuration"):
+        open_training(tmp_path / "y")
+    save_file(load_file(folder / RANKS[1]), folder / RANKS[1], {"format": "pt"})
+    with pytest.raises(MalformedInput, match="does not say in `DCP_SHARDING_INFO` which part"):
+        open_training(folder)
+
+
+def test_rows_beyond_the_vocabulary_are_refused_with_the_way_to_keep_them(tmp_path: Path) -> None:
+    """Megatron pads the vocabulary; some bridges write its rows and the original `vocab_size`."""
+    model = built("llama")
+    model.save_pretrained(tmp_path / "padded")
+    weights = load_file(tmp_path / "padded/model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = torch.cat([weights[name], torch.zeros(64, 16)])
+    save_file(weights, tmp_path / "padded/model.safetensors", {"format": "pt"})
+    for run in (
+        lambda: to_hf(tmp_path / "padded", tmp_path / "x", dtype="bfloat16"),
+        lambda: export(tmp_path / "padded"),
+    ):
+        with pytest.raises(MalformedInput, match="shape mismatch for") as caught:
+            run()
+        assert "64 rows more than `vocab_size`" in caught.value.hint
+        assert '`{"vocab_size": 128}`' in caught.value.hint
+    (tmp_path / "more.json").write_text('{"vocab_size": 128}')
+    to_hf(tmp_path / "padded", tmp_path / "kept", config=[tmp_path / "more.json"])
+    kept = LlamaForCausalLM.from_pretrained(tmp_path / "kept").state_dict()
+    assert all(torch.equal(kept[name], value) for name, value in weights.items())

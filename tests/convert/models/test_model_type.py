@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from transformers import LlamaConfig
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.cli import main
 from llmconv.convert import apply_delta, extract_delta, from_hf, merge_lora, to_hf
+from llmconv.convert.models.config_file import updated
 from llmconv.errors import MalformedInput
 
 MODULE = "model.layers.0.self_attn.q_proj"
@@ -98,3 +100,23 @@ def test_the_command_exits_with_3_one_line_and_a_hint(folders: Folders) -> None:
     assert done.exit_code == 3
     problem, blank, hint = done.stderr.splitlines()
     assert problem.startswith("error: `") and not blank and hint.startswith("hint: ")
+
+
+BASES = {"rope_type": "default", "rope_theta": 5e5}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({"rope_theta": 1e6}, {**BASES, "rope_theta": 1e6}),
+        ({"rope_scaling": YARN}, {"rope_type": "yarn", "rope_theta": 5e5, **{k: YARN[k] for k in YARN if k != "type"}}),
+        ({"rope_scaling": None, "rope_theta": 5e5}, BASES),
+        ({"rope_parameters": {**BASES, "rope_theta": 7.0}, "rope_theta": 9.0}, {**BASES, "rope_theta": 7.0}),
+        ({"vocab_size": 8}, BASES),
+    ],
+)
+def test_rotary_fields_of_transformers_4_count_against_those_of_5(given: dict[str, Any], expected: Any) -> None:
+    stored = {"model_type": "llama", "rope_parameters": dict(BASES)}
+    found = LlamaConfig(**{k: v for k, v in updated(stored, given).items() if k != "model_type"}).rope_parameters
+    assert {name: found[name] for name in expected} == expected
