@@ -368,6 +368,10 @@ def refuse_gaps(missing: Sequence[str], unexpected: Sequence[str], model_type: s
 MLLAMA_ROWS = 8  # of the embedding after the vocabulary (`MllamaTextModel`)
 
 
+def _is_taller(found: Sequence[int], wanted: Sequence[int]) -> bool:
+    return found[0] > wanted[0] and found[1] == wanted[1]
+
+
 def _shape_hint(name: str, found: Sequence[int], wanted: Sequence[int]) -> str:
     if 0 in found:
         return NOT_GATHERED
@@ -376,7 +380,7 @@ def _shape_hint(name: str, found: Sequence[int], wanted: Sequence[int]) -> str:
             f"`resize_token_embeddings` drops the {MLLAMA_ROWS} rows that a mllama's embedding has after its words, "
             f"and transformers cannot load it either; copy its rows into one of {wanted[0]}, and save the model again"
         )
-    if name.endswith((*EMBEDDINGS, *HEADS)) and len(found) == 2 and found[0] > wanted[0] and found[1:] == wanted[1:]:
+    if name.endswith((*EMBEDDINGS, *HEADS)) and len(found) == len(wanted) == 2 and _is_taller(found, wanted):
         return more_rows(found[0], wanted[0])
     return ANOTHER
 

@@ -137,7 +137,7 @@ def test_an_answer_is_valid_by_its_schema(client: TestClient, form: dict[str, An
 def test_a_stream_has_the_same_structured_text(client: TestClient) -> None:
     whole = ask(client, **FORMS[0])["choices"][0]["message"]
     assert streamed(client, **FORMS[0])[0]["content"] == whole["content"]
-    assert set(whole) == {"role", "content"}
+    assert set(whole) == {"role", "content", "refusal"}
 
 
 def test_other_kinds_of_structured_text(client: TestClient) -> None:
