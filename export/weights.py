@@ -541,7 +541,8 @@ def require_shape(name: str, shape: tuple[int, ...], source: WeightSource) -> No
 
 
 def _shape_hint(name: str, wanted: tuple[int, ...], found: tuple[int, ...]) -> str:
-    if len(found) == len(wanted) == 2 and found[0] > wanted[0] and found[1:] == wanted[1:] and name.endswith((*EMBEDDINGS, *HEADS)):
+    is_taller = len(found) == len(wanted) == 2 and found[0] > wanted[0] and found[1] == wanted[1]
+    if is_taller and name.endswith((*EMBEDDINGS, *HEADS)):
         return more_rows(found[0], wanted[0])
     return "the weights and the config are of different models"
 
