@@ -58,7 +58,9 @@ def server() -> Path | None:
         made = [str(tree), "-B", str(sources / "made"), "-DCMAKE_BUILD_TYPE=Release", *SERVER_FLAGS]
         configured = subprocess.run(["cmake", *made])
         if not configured.returncode:
-            subprocess.run(["cmake", "--build", str(sources / "made"), "--target", "llama-server", "-j", "2"])
+            subprocess.run(
+                ["cmake", "--build", str(sources / "made"), "--target", "llama-server", "llama-imatrix", "-j", "2"]
+            )
     if not program.exists():
         print("llama.cpp's server is left out: it cannot be built here", file=sys.stderr)
         return None

@@ -174,6 +174,13 @@ def gguf_path(output: Any) -> Path:
     return path
 
 
+def require_new_file(path: Path, *, overwrite: bool) -> None:
+    """Raises InputRefused for a path that exists, unless it is a file to replace, or has no folder to be in."""
+    if os.path.lexists(path) and not (overwrite and path.is_file()):
+        raise InputRefused(f"`{path}` exists", hint="give another name, or `--overwrite` to replace a file")
+    require_parents(path)
+
+
 def write_gguf(
     model: str | Path,
     output: Path | str,
@@ -187,9 +194,7 @@ def write_gguf(
     if type is not None and type not in TYPES:
         raise UsageProblem(f"unknown type `{type}`", hint=f"one of: {', '.join(TYPES)}")
     path = gguf_path(output)
-    if os.path.lexists(path) and not (overwrite and path.is_file()):
-        raise InputRefused(f"`{path}` exists", hint="give another name, or `--overwrite` to replace a file")
-    require_parents(path)
+    require_new_file(path, overwrite=overwrite)
     matrix = local_path(imatrix) if imatrix is not None else None
     checkpoint, plan = _planned(model, "gguf", 1, TYPES[type] if type else "keep", matrix)
     if path.exists() and any(

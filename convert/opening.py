@@ -352,7 +352,7 @@ def _explain_nested(folder: Path) -> LlmconvError | None:
 
 
 def _is_of_training(inner: Path) -> bool:
-    """Whether a folder is that of an optimizer or the like, or in one: it is no model."""
+    """Whether a folder, or one that it is in, has the state of an optimizer or a data loader, and no model."""
     return any(training_file_kind(f"{part}.pt") for part in inner.parts)
 
 

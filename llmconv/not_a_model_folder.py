@@ -155,7 +155,7 @@ def foreign_file(head: bytes, name: str) -> UnsupportedInput | None:
 
 
 def _part_of_a_model(path: Path) -> InputRefused | None:
-    """The error for a file of weights, or one beside them."""
+    """The error for a file where a folder is needed: weights, or a file next to them."""
     if path.suffix == ".json" and _mark(path.parent) == "a model":
         return InputRefused(f"`{path.name}` is one file of a model folder", hint=f"give its folder: `{path.parent}`")
     if path.suffix != ".safetensors":

@@ -128,6 +128,7 @@ CALLS: dict[str, Callable[[Any, Path], Any]] = {
     "to_hf, base": lambda model, out: llmconv.convert.to_hf("x", out, base=model),
     "from_hf": lambda model, out: llmconv.convert.from_hf(model, out, to="meta"),
     "to_gguf": lambda model, out: llmconv.to_gguf(model, out / "x.gguf"),
+    "importance_matrix": lambda model, out: llmconv.compressed.importance_matrix(model, out / "x.gguf"),
     "quantize": lambda model, out: llmconv.quantize(model, out, scheme="w8a8"),
     "merge_lora": lambda model, out: llmconv.convert.merge_lora(model, "x", out),
     "merge_lora, adapter": lambda model, out: llmconv.convert.merge_lora("x", model, out),

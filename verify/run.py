@@ -241,8 +241,8 @@ def _checked_weights(
     from llmconv.verify.clients.vllm import checked_by_vllm  # noqa: PLC0415 - it runs no graphs
 
     def codes(folder: Path) -> Report:
-        kept = {"allow_changed": False, "trusted": False}
-        return _checked_codes(folder, reference, session, replace(rest, adapter=None, low_memory=None), **kept)
+        plain = replace(rest, adapter=None)
+        return _checked_codes(folder, reference, session, plain, allow_changed=False, trusted=False)
 
     return checked_by_vllm(path, reference, choices.adapter, client, session, choices.low_memory, codes)
 

@@ -14,7 +14,7 @@ from llmconv.verify.bisect.first_wrong_node import list_unmatched, localize, nam
 from llmconv.verify.bisect.replay import Replayable
 from llmconv.verify.layers.layer_checks import narrowed
 from llmconv.verify.reference.eager import Eager
-from llmconv.verify.results import WHOLE, Check, Report
+from llmconv.verify.results import WHOLE, Check, Checks, Report
 from llmconv.verify.scenarios.selection import Budget, Selection
 from llmconv.verify.sigma import GATES
 from llmconv.version import __version__
@@ -92,9 +92,17 @@ class Session:
             except StopIteration as end:
                 eager, verified = end.value
                 return eager, verified
-            report.checks += checks
-            if self.on_checks:
-                self.on_checks(checks)
+            self._add(report, checks)
+
+    def collect(self, report: Report, checking: Checks) -> None:
+        """Adds all checks to the report when they are made."""
+        for checks in checking:
+            self._add(report, checks)
+
+    def _add(self, report: Report, checks: list[Check]) -> None:
+        report.checks += checks
+        if self.on_checks:
+            self.on_checks(checks)
 
 
 def library_versions() -> dict[str, str]:

@@ -68,7 +68,7 @@ def new_rows_of(base: LazyTensor, delta: LazyTensor, given: str, source: str) ->
         return "mean"
     raise UnsupportedInput(
         f"`{source}` has trained rows of new tokens, which are differences from zeros or from the mean of the base's "
-        "rows: nothing in it tells",
+        "rows, and its files do not say which",
         hint="`--new-rows mean` for one of Stanford Alpaca's `weight_diff.py`, `--new-rows zeros` where the base was "
         "lengthened by zeros",
     )

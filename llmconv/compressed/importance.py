@@ -11,19 +11,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
+from llmconv.argument_checks import OWN, checked
 from llmconv.checkpoint import Checkpoint, is_conv1d, open_checkpoint
 from llmconv.convert.formats.gguf.importance import COUNTS, SUMS
 from llmconv.convert.formats.gguf.save import Stored, gguf_pieces, gguf_tensors
-from llmconv.convert.from_hugging_face import open_model
+from llmconv.convert.from_hugging_face import open_model, require_new_file
 from llmconv.errors import UnsupportedInput
 from llmconv.export.calibration import text_run
 from llmconv.export.language_model import open_language_model
 from llmconv.export.quantization.calibration import column_importance
-from llmconv.files.paths import Written
-from llmconv.files.sources import local_path, reading_safely
+from llmconv.files.paths import Written, output_path
+from llmconv.files.sources import fetches, local_path, reading_safely
 from llmconv.output.plan import Plan, Shard
 from llmconv.output.writer import write_file
 from llmconv.runtime.tokenizer import TOKENS, CalibrationText
@@ -33,8 +35,10 @@ LAYER = "blk."
 MATRIX = 2
 
 
+@fetches
+@checked
 def importance_matrix(
-    model: str | Path, output: Written, *, calibrate: str | Path = "default", overwrite: bool = False
+    model: str | Path, output: Annotated[Written, OWN], *, calibrate: str | Path = "default", overwrite: bool = False
 ) -> None:
     """Writes the importance matrix of a model, which `to_gguf(imatrix=…)` and llama.cpp's programs read.
 
@@ -48,7 +52,8 @@ def importance_matrix(
         InputRefused: the model or the text cannot be used, or activations are not finite; UnsupportedInput: llama.cpp
             has no such model, or it has no graph that takes tokens.
     """
-    text = CalibrationText.read(calibrate)
+    text, path = CalibrationText.read(calibrate), output_path(output)
+    require_new_file(path, overwrite=overwrite)
     with reading_safely(model):
         named = open_model(folder := local_path(model))
     stored = open_checkpoint(folder)
@@ -70,8 +75,9 @@ def importance_matrix(
         "imatrix.chunk_size": max(one.size for one in run.texts),
     }
     kinds = {name: Stored("F32", one.shape, one) for name, one in tensors.items()}
-    shard = Shard(Path(output).name, tensors, partial(gguf_pieces, metadata=metadata, stored=kinds))
-    write_file(Plan(stored, (shard,)), Path(output), sources=[], overwrite=overwrite)
+    shard = Shard(path.name, tensors, partial(gguf_pieces, metadata=metadata, stored=kinds))
+    sources = sorted(entry for entry in folder.iterdir() if entry.is_file())
+    write_file(Plan(stored, (shard,)), path, sources=sources, overwrite=overwrite)
 
 
 def by_gguf_name(model: Checkpoint, importance: Mapping[str, Array]) -> dict[str, Array]:

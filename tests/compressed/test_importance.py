@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from llmconv import to_gguf
 from llmconv.causal_lm import context_length
 from llmconv.cli import main
 from llmconv.compressed import importance_matrix
-from llmconv.runtime.tokenizer import CalibrationText
+from llmconv.runtime.tokenizer import PIECE, CalibrationText, load_tokenizer
 from tests.builders.talking import save_letters
 from tests.conftest import save_tiny
 from tests.convert.formats.test_gguf import PRE, trained
@@ -84,6 +85,32 @@ def test_columns_count_as_what_they_are_multiplied_with(kind: str, text: Path, t
         columns, wanted = found[f"blk.1.{ours}.weight"], expected[f"{LAYERS[kind]}.1.{theirs}"]
         assert columns.shape == (1, len(wanted))
         assert np.allclose(columns[0] / columns.mean(), wanted / wanted.mean(), rtol=1e-3)
+
+
+PROGRAM = Path("build/llama.cpp-sources/made/bin/llama-imatrix")
+
+
+@pytest.mark.slow
+def test_columns_are_those_of_llama_imatrix(tmp_path: Path) -> None:
+    """The same tokens, in pieces of the same length."""
+    if not PROGRAM.exists():
+        pytest.skip("`benchmarks/llama_cpp.py` builds llama.cpp's programs")
+    model = with_words(tmp_path / "llama")
+    size = min(context_length(model) or PIECE, PIECE)
+    tokenizer = load_tokenizer(model)
+    ids = tokenizer(WORDS * 4)["input_ids"]
+    text = tmp_path / "whole.txt"
+    text.write_text(tokenizer.decode(ids[: len(ids) // size * size]))
+    assert len(tokenizer(text.read_text())["input_ids"]) % size == 0
+    importance_matrix(model, tmp_path / "ours.gguf", calibrate=text)
+    to_gguf(model, tmp_path / "model.gguf", type="f32")
+    given = ["-m", tmp_path / "model.gguf", "-f", text, "-c", size, "-o", tmp_path / "theirs.gguf", "--no-ppl"]
+    subprocess.run([PROGRAM, *map(str, given)], check=True, capture_output=True)
+    ours, theirs = stored(tmp_path / "ours.gguf"), stored(tmp_path / "theirs.gguf")
+    assert ours.keys() == theirs.keys()
+    for name, sums in theirs.items():
+        found, wanted = ours[name] / ours[name].mean(), sums / sums.mean()
+        assert np.abs(found - wanted).max() < 1e-3 * wanted.max()
 
 
 @pytest.mark.slow

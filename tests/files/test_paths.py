@@ -58,6 +58,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "to_hf": lambda out: llmconv.convert.to_hf("missing", out),
     "from_hf": lambda out: llmconv.convert.from_hf("missing", out, to="meta"),
     "to_gguf": lambda out: llmconv.to_gguf("missing", out),
+    "importance_matrix": lambda out: llmconv.compressed.importance_matrix("missing", out),
     "merge_lora": lambda out: llmconv.convert.merge_lora("missing", "missing", out),
     "apply_delta": lambda out: llmconv.convert.apply_delta("missing", "missing", out),
     "extract_delta": lambda out: llmconv.convert.extract_delta("missing", "missing", out),

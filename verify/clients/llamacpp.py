@@ -506,9 +506,6 @@ def checked_file(
         choose(CostEstimate.of(model.checkpoint.tensors, 1), low_memory, WHOLE_ONLY)
         report.notes += model.checkpoint.warnings
         checks = LlamaCppChecks(client, model, given)
-        for found in checks.checks():
-            report.checks += found
-            if session.on_checks:
-                session.on_checks(found)
+        session.collect(report, checks.checks())
         report.unseen += checks.unseen()
     return report

@@ -387,9 +387,6 @@ def checked_by_vllm(
         choose(CostEstimate.of(model.values or model.checkpoint.tensors, 1), low_memory, WHOLE_ONLY)
         model.require_adapter()
         checks = VllmChecks(client, model)
-        for found in checks.checks():
-            report.checks += found
-            if session.on_checks:
-                session.on_checks(found)
+        session.collect(report, checks.checks())
         report.unseen += checks.unseen()
     return report

@@ -119,10 +119,7 @@ class CompressedFolder:
 
     def checked(self, text: Path | None, limits: AccuracyLimits) -> Report:
         """The report, with all checks as they are made."""
-        for checks in self._checks(text, limits):
-            self.report.checks += checks
-            if self.session.on_checks:
-                self.session.on_checks(checks)
+        self.session.collect(self.report, self._checks(text, limits))
         return self.report
 
     def _checks(self, text: Path | None, limits: AccuracyLimits) -> Checks:

@@ -319,14 +319,14 @@ def with_rope(file: Path, rope: dict[str, Any], source: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "base, beside", [(OLD, OLD_SCALED), (OLD, SCALED), (NEW, OLD_SCALED), (NEW, {"rope_theta": 5e5})]
+    "base, near", [(OLD, OLD_SCALED), (OLD, SCALED), (NEW, OLD_SCALED), (NEW, {"rope_theta": 5e5})]
 )
 def test_a_configuration_next_to_the_adapter_with_other_positions_is_refused(
-    base: dict[str, Any], beside: dict[str, Any], make: Make, tmp_path: Path
+    base: dict[str, Any], near: dict[str, Any], make: Make, tmp_path: Path
 ) -> None:
     """LongLoRA saves the running model's configuration with the adapter: positions were scaled for the training."""
     folder, adapter = make("base", {}, {})
-    with_rope(adapter / "config.json", beside, folder / "config.json")
+    with_rope(adapter / "config.json", near, folder / "config.json")
     with_rope(folder / "config.json", base, folder / "config.json")
     out = tmp_path / "merged"
     done = CliRunner().invoke(main, ["merge-lora", str(folder), str(adapter), "-o", str(out)])
@@ -338,14 +338,14 @@ def test_a_configuration_next_to_the_adapter_with_other_positions_is_refused(
     assert CliRunner().invoke(main, [*hint, str(scaled)]).exit_code == 0
     merge(scaled, adapter, out)
     found = AutoConfig.from_pretrained(out).rope_parameters
-    assert found.items() >= rope_fields(beside).items()
+    assert found.items() >= rope_fields(near).items()
 
 
-@pytest.mark.parametrize("base, beside", [(OLD, NEW), (NEW, OLD), (OLD_SCALED, SCALED), (OLD, BY_KIND)])
+@pytest.mark.parametrize("base, near", [(OLD, NEW), (NEW, OLD), (OLD_SCALED, SCALED), (OLD, BY_KIND)])
 def test_the_same_positions_next_to_the_adapter_are_merged(
-    base: dict[str, Any], beside: dict[str, Any], make: Make, tmp_path: Path
+    base: dict[str, Any], near: dict[str, Any], make: Make, tmp_path: Path
 ) -> None:
     folder, adapter = make("base", {}, {})
-    with_rope(adapter / "config.json", beside, folder / "config.json")
+    with_rope(adapter / "config.json", near, folder / "config.json")
     with_rope(folder / "config.json", base, folder / "config.json")
     merge(folder, adapter, tmp_path / "merged")

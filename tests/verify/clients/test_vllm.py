@@ -125,7 +125,8 @@ def test_a_wrong_scale_fails(llama: Path, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_an_adapter_computes_in_vllm_what_peft_computes(llama: Path, tmp_path: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
-    peft = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"]))
+    ranks = {"down_proj": 12}  # more than `r`
+    peft = get_peft_model(base, LoraConfig(r=4, rank_pattern=ranks, target_modules=["q_proj", "down_proj"]))
     for name, parameter in peft.named_parameters():
         parameter.data = torch.randn_like(parameter) * 0.05 if "lora_" in name else parameter
     peft.save_pretrained(tmp_path / "adapter")
