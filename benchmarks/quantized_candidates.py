@@ -16,6 +16,7 @@ from benchmarks.smollm2 import smollm2
 
 THREADS = 2
 FOR_CPU = ("--target", "ort-cpu", "--cache", "shared-buffer")
+A8W8_LAST, FLOAT32_LAST = "llmconv `a8w8`, `--last-logits`", "llmconv float32, `--last-logits`"
 INT4, INT4_LAST, GENAI, Q4_0, Q4_K_M = (
     "llmconv `int4`",
     "llmconv `int4`, `--last-logits`",
@@ -45,7 +46,9 @@ HEAD = ("--quant-bits", "lm_head=8")
 EXPORTS: dict[str, tuple[str, ...]] = {
     FLOAT32: (),
     INT8: ("--quant", "int8"),
+    FLOAT32_LAST: ("--last-logits",),
     A8W8: ("--quant", "a8w8"),
+    A8W8_LAST: ("--quant", "a8w8", "--last-logits"),
     INT4: ("--quant", "int4"),
     INT4_LAST: ("--quant", "int4", "--last-logits"),
     A8W8_CALIBRATED: ("--quant", "a8w8", "--calibrate", "default"),

@@ -15,7 +15,9 @@ from benchmarks.llama_cpp import VERSION
 from benchmarks.measure import Target, report
 from benchmarks.quantized_candidates import (
     A8W8,
+    A8W8_LAST,
     FLOAT32,
+    FLOAT32_LAST,
     GENAI,
     INT4,
     INT4_LAST,
@@ -31,7 +33,7 @@ from benchmarks.quantized_candidates import (
 
 PASTS, PROMPT = (128, 2048), 512
 STEPPING = (INT4_LAST, SMALL_LAST, MIXED_LAST, GENAI, Q4_0, Q4_K_M)
-READING = (*STEPPING, INT4, INT8, A8W8, FLOAT32)
+READING = (*STEPPING, A8W8_LAST, FLOAT32_LAST, INT4, INT8, A8W8, FLOAT32)
 ROUNDS, STEPS = 7, 24
 QUICK = "--quick" in sys.argv
 """Two rounds: whether it runs, not how fast."""
@@ -40,6 +42,7 @@ STEP_LIMITS = {GENAI: 1.0, Q4_0: 1.0, Q4_K_M: 1.0}
 MIXED_LIMITS = {Q4_K_M: 1.0}
 PROMPT_LIMITS = {GENAI: 1.0}
 A8W8_LIMITS = {FLOAT32: 2.0}
+A8W8_LAST_LIMITS = {FLOAT32_LAST: 2.0}
 INT8_LIMITS = {FLOAT32: 1.0}
 
 PAUSE = 0.1
@@ -126,6 +129,7 @@ def targets(behind: Mapping[int, Mapping[str, Times]], prompts: Mapping[str, Tim
         *((f"step after {past} tokens", times, SMALL_LAST, STEP_LIMITS) for past, times in behind.items()),
         *((f"step after {past} tokens", times, MIXED_LAST, MIXED_LIMITS) for past, times in behind.items()),
         (f"prompt of {PROMPT} tokens", prompts, INT4_LAST, PROMPT_LIMITS),
+        (f"prompt of {PROMPT} tokens", prompts, A8W8_LAST, A8W8_LAST_LIMITS),
         (f"prompt of {PROMPT} tokens", prompts, A8W8, A8W8_LIMITS),
         (f"prompt of {PROMPT} tokens", prompts, INT8, INT8_LIMITS),
     ]

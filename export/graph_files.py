@@ -6,18 +6,17 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.clients import DEFAULT, ClientFiles, EncodedGraphs, FileContent, weight_files
 from llmconv.export.graph_names import FILES
 from llmconv.export.graph_spec import FLOAT32, GROWING, NO_CACHE, GraphSpec
 from llmconv.export.quantization.settings import QuantizationSettings
+from llmconv.export.rewrite.last_logits import keep_last_logits
 from llmconv.export.rewrite.lora_inputs import add_lora_inputs
 from llmconv.export.rewrite.passes import IR_VERSIONS, TokenChoice, choose_tokens, quantize_cache, to_opset
 from llmconv.export.rewrite.pipeline_stages import require_stages, split
@@ -26,17 +25,12 @@ from llmconv.export.targets.presets import TARGETS
 from llmconv.export.traced_graph import (
     NodeEditor,
     TracedGraph,
-    ancestors,
-    constant,
-    integers,
     replace_value,
-    value_named,
 )
 from llmconv.export.weights import WeightSource, bind, mapped_bytes
 from llmconv.files.weight_ranges import Mapped
 from llmconv.output.manifest import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.progress import warn_all
-from llmconv.runtime.extra_inputs import WRITE_INDICES
 from llmconv.tensors import Array, lists_by_key
 
 if TYPE_CHECKING:
@@ -315,77 +309,6 @@ def float32_fields(model: onnx.ModelProto, precision: str) -> dict[str, Any]:
             module = node.name.rpartition("/")[0]
             found[LAYER.sub("*", module) or FUNCTIONS].add(node.operator)
     return {"float32": {module: sorted(operators) for module, operators in sorted(found.items())}}
-
-
-TO_THE_END = (1 << 63) - 1
-TOKENS = {"input_ids", "inputs_embeds"}
-ROWWISE = {"Add", "Cast", "Clip", "Div", "Identity", "Max", "Min", "Mul", "Sub", "Tanh"}
-"""Operators that may follow the head, such as scaling and soft-capping: they work on each row alone."""
-
-
-def keep_last_logits(model: ir.Model) -> None:
-    """Changes `logits` to `[batch_size, 1, vocab]`, those of the last position, in place.
-
-    With padding on the left the last position is always a real token. Calls of a static graph are padded on the right,
-    where the last position that the mask has is the one. Raises UnsupportedInput: the logits are not the rows of a
-    linear layer, scaled or capped.
-    """
-    graph = model.graph
-    logits = value_named(graph.outputs, "logits")
-    if logits is None or logits.shape is None:
-        _refuse("has no output `logits`")
-    vocabulary = int(logits.shape[2])  # type: ignore[arg-type]
-    head = _head(logits, vocabulary)
-    editor = NodeEditor(graph, head, "last_logits")
-    hidden = head.inputs[0]
-    assert hidden is not None
-    if head.op_type == "Gemm":  # it takes a matrix: [batch * sequence, features]
-        flat = hidden.producer()
-        if flat is None or flat.op_type != "Reshape" or flat.inputs[0] is None or flat.inputs[1] is None:
-            _refuse("flattens its hidden state in an unsupported way")
-        last = _last(editor, flat.inputs[0])
-        head.replace_input_with(0, editor.one("Reshape", [last, flat.inputs[1]]))
-    else:
-        head.replace_input_with(0, _last(editor, hidden))
-    logits.shape = ir.Shape([logits.shape[0], 1, vocabulary])
-    RemoveUnusedNodesPass()(model)
-
-
-def _last(editor: NodeEditor, hidden: ir.Value) -> ir.Value:
-    """The hidden state `[batch, 1, features]` of the last position of `[batch, sequence, features]`."""
-    graph = editor.graph
-    starts, mask = (value_named(graph.inputs, name) for name in (WRITE_INDICES, "attention_mask"))
-    if starts is None or mask is None or graph.inputs[0].shape[1] == 1:  # type: ignore[index]
-        return editor.one("Slice", [hidden, *(integers(graph, number) for number in (-1, TO_THE_END, 1))])
-    one = integers(graph, 1)
-    slots = constant(graph, "int64_slots", np.arange(1, int(mask.shape[1]) + 1))  # type: ignore[index, arg-type]
-    filled = editor.one("ReduceMax", [editor.one("Mul", [mask, slots]), one], {"keepdims": 0})
-    place = editor.one("Sub", [editor.one("Sub", [filled, starts]), one])
-    place = editor.one("Unsqueeze", [editor.one("Max", [place, integers(graph, 0)]), one])
-    return editor.one("Unsqueeze", [editor.one("GatherND", [hidden, place], {"batch_dims": 1}), one])
-
-
-def _head(logits: ir.Value, vocabulary: int) -> ir.Node:
-    """The linear layer that computes the logits; a Reshape after it is changed to one position."""
-    node = logits.producer()
-    while node is not None and node.op_type not in ("Gemm", "MatMul", "MatMulNBits"):
-        if node.op_type == "Reshape":
-            node.replace_input_with(1, integers(node.graph, -1, 1, vocabulary))  # type: ignore[arg-type]
-            source = node.inputs[0]
-        else:  # the only input of a rowwise node that depends on the tokens
-            inputs = [value for value in node.inputs if value is not None]
-            variable = [value for value in inputs if any(part.name in TOKENS for part in ancestors(value))]
-            if node.op_type not in ROWWISE or len(variable) != 1:
-                _refuse(f"computes its logits with the unsupported operator `{node.op_type}`")
-            source = variable[0]
-        node = source.producer() if source is not None else None
-    if node is None:
-        _refuse("has no linear layer before its logits")
-    return node
-
-
-def _refuse(problem: str) -> NoReturn:
-    raise UnsupportedInput(f"`--last-logits`: this model {problem}", hint="export without `--last-logits`")
 
 
 LINES = 8  # longest list of warnings

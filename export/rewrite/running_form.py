@@ -2,9 +2,10 @@
 
     Attention(q, Concat(past, new), …, mask)  ->  GroupQueryAttention(q, new, …, past, …, bias=mask)
 
-and then the passes of `--target ort-cpu`. Past and present share one buffer, so a step does not copy the past. The
-cache stays as it is, and only the passes run, if part of it cannot be such a buffer (states, keys and values of
-different sizes), if a token may attend to later ones, or if an input belongs to all tokens or to whole rows.
+and then the passes of `--target ort-cpu`; a call may also say from which token on it reads logits. Past and present
+share one buffer, so a step does not copy the past. The cache stays as it is, and only the passes run, if part of it
+cannot be such a buffer (states, keys and values of different sizes), if a token may attend to later ones, or if an
+input belongs to all tokens or to whole rows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from onnx.shape_inference import infer_shapes
 
 from llmconv.errors import LlmconvError
 from llmconv.files.safe_folder import replace_file, user_cache
-from llmconv.runtime.extra_inputs import CACHE_RANK, MAX_LENGTH, SCAN, is_past, is_present
+from llmconv.runtime.extra_inputs import CACHE_RANK, LOGITS_FROM, MAX_LENGTH, SCAN, is_past, is_present
 from llmconv.runtime.onnxruntime.guard import refill
 from llmconv.runtime.onnxruntime.packed_cache import make_private
 
@@ -38,15 +39,16 @@ PAST_INPUTS = 3, 4  # indices of keys and values among the inputs of `GroupQuery
 ROUNDS = 4  # of inference: a size may follow from another that was open
 TOKEN_INPUTS = ("input_ids", "inputs_embeds")
 OPSET = 23  # the first with `Attention`
-CODE = "rewrite/running_form.py", "rewrite/fused_operators.py", "traced_graph.py"
+CODE = "rewrite/running_form.py", "rewrite/fused_operators.py", "rewrite/last_logits.py", "traced_graph.py"
 
 
 def to_running_form(path: Path, model: onnx.ModelProto) -> None:
     """Rewrites the graph of `path`, without its weights, in place; leaves one as it is that has no such form.
 
-    The result is kept in the user's cache, where there is one that only the user can change.
+    One that was exported in a form of its own gets nothing but the input `logits_from`. The result is kept in the
+    user's cache, where there is one that only the user can change.
     """
-    if not may_change(model):
+    if not (may_change(model) or _is_whole(model)):
         return
     try:
         kept = _place(model)
@@ -56,7 +58,8 @@ def to_running_form(path: Path, model: onnx.ModelProto) -> None:
         return
     with suppress(OSError, DecodeError):
         found = onnx.load_model_from_string(kept.read_bytes())
-        if _ports(found) == _ports(model):  # else it is damaged
+        ports = _ports(found)
+        if ([name for name in ports[0] if name != LOGITS_FROM], ports[1]) == _ports(model):  # else it is damaged
             model.CopyFrom(found)
             return
     model.CopyFrom(rewritten(model))
@@ -71,19 +74,23 @@ def may_change(model: onnx.ModelProto) -> bool:
     """
     operators = {node.op_type for node in model.graph.node}
     opset = next((one.version for one in model.opset_import if not one.domain), 0)
-    names = [port.name for port in (*model.graph.input[:2], *model.graph.output[:1])]
-    whole = names in [[tokens, "attention_mask", out] for tokens in TOKEN_INPUTS for out in ("logits", "tokens")]
     past = [port.type.tensor_type.elem_type for port in model.graph.input if is_past(port.name)]
     is_float = bool(past) and set(past) == {onnx.TensorProto.FLOAT}
     return (
-        whole
+        _is_whole(model)
         and is_float
         and opset >= OPSET
         and not operators & FUSED
         and all(function.domain == SCAN for function in model.functions)
         and (len(model.functions) > 0 or "Attention" in operators)
-        and not any(graph.sparse_initializer for graph in _graphs(model.graph))  # which a rewritten graph would lack
     )
+
+
+def _is_whole(model: onnx.ModelProto) -> bool:
+    """Whether a graph takes tokens, or their embeddings, and a mask, and returns logits or tokens."""
+    names = [port.name for port in (*model.graph.input[:2], *model.graph.output[:1])]
+    whole = names in [[tokens, "attention_mask", out] for tokens in TOKEN_INPUTS for out in ("logits", "tokens")]
+    return whole and not any(graph.sparse_initializer for graph in _graphs(model.graph))  # which onnx_ir leaves out
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
@@ -119,20 +126,23 @@ def _place(model: onnx.ModelProto) -> Path:
 
 def rewritten(model: onnx.ModelProto) -> onnx.ModelProto:
     """The form of a graph that runs prompts and steps; the graph itself if it has none."""
-    shapes = _inferred(model)
-    if shapes is None:
-        return model
     import onnx_ir as ir  # noqa: PLC0415 - half a second, for a graph that is not in the cache
 
     from llmconv.export.rewrite.fused_operators import fuse_for_target  # noqa: PLC0415 - as above
+    from llmconv.export.rewrite.last_logits import compute_logits_from  # noqa: PLC0415 - as above
     from llmconv.export.traced_graph import MICROSOFT  # noqa: PLC0415 - as above
 
-    found = (_with_buffers(ir.from_proto(shapes)) if _runs_in_parts(model.graph) else None) or ir.from_proto(shapes)
-    fuse_for_target(found, "ort-cpu")
-    convolve_few_columns(found)
+    shapes = _inferred(model) if may_change(model) else None
+    if shapes is None:
+        found = ir.from_proto(model)
+    else:
+        found = (_with_buffers(ir.from_proto(shapes)) if _runs_in_parts(model.graph) else None) or ir.from_proto(shapes)
+        fuse_for_target(found, "ort-cpu")
+        convolve_few_columns(found)
+    compute_logits_from(found)
     if [node.op_type for node in found.graph] == [node.op_type for node in model.graph.node]:
         return model
-    found.opset_imports[MICROSOFT] = 1
+    found.opset_imports.setdefault(MICROSOFT, 1)
     for number, node in enumerate(found.graph):
         node.name = node.name or f"running/{node.op_type}_{number}"
         for index, value in enumerate(node.outputs):

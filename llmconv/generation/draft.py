@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,8 @@ class Draft(Guesser):
         while len(guess) < count:
             mask = np.ones((1, len(text)), np.int64)
             call = text[None, same:], mask, self._positions(mask, len(text) - same)
-            step = self._runner.prefill(*call) if cache is None else self._runner.decode(*call, cache)
+            run = partial(self._runner.prefill, last_only=True) if cache is None else self._runner.decode
+            step = run(*call, cache)
             if cache is None:
                 self._reading = time.perf_counter() - started
             same, cache = len(text), step.present

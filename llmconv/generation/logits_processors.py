@@ -6,6 +6,7 @@ The only module here that imports torch; it is loaded only if such a field is se
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,7 @@ class GraphModel(GenerationMixin):  # type: ignore[misc]
         past = self._continued(ids)
         done = past.tokens if past else 0
         call = ModelCall(ids[:, done:], mask, self._positions(mask, ids.shape[1] - done))
-        run = self._runner.decode if past else self._runner.prefill
+        run = self._runner.decode if past else partial(self._runner.prefill, last_only=True)
         given = batch_values([self._inputs] * len(ids), call, self._inputs.tokens, self._runner.extra_inputs)
         step = run(*call.arrays, past.cache if past else None, given)
         if step.choices is not None:

@@ -225,7 +225,7 @@ class Batch:
         call = ModelCall(self._ids[:, done:end], mask, self._position_ids(mask, end - done))
         given = *call.arrays, past.cache if past else None
         placed = self._placed.columns(done, end) if self._placed else None
-        step = self._runner.prefill(*given, self._extras(call), placed)
+        step = self._runner.prefill(*given, self._extras(call), placed, last_only=True)
         self.past = Past(step.present, end)
         self._hear(step, done, end - done)
         return step if end == longest else None
@@ -260,7 +260,7 @@ class Batch:
             ids = self.rows[0].all_ids[None]
             mask = self._mask[:, : ids.shape[1]]
             call = ModelCall(ids, mask, self._position_ids(mask, ids.shape[1]))
-            step = self._runner.prefill(*call.arrays, None, self._extras(call), self._placed)
+            step = self._runner.prefill(*call.arrays, None, self._extras(call), self._placed, last_only=True)
             self.past, self._number = Past(step.present, ids.shape[1]), None
             return step
         self._started = time.perf_counter()
@@ -418,7 +418,8 @@ class SharedPrefix:
     def _run(self, runner: Runner) -> Cache:
         if self._cache is None or is_lost(self._cache):
             ids, mask = pad_left([self._ids])
-            present = runner.prefill(ids, mask, self._positions(mask, len(self._ids)), None).present
+            positions = self._positions(mask, len(self._ids))
+            present = runner.prefill(ids, mask, positions, None, last_only=True).present
             self._cache = rows_of(present, [0])  # a copy: some runners reuse the memory
         return self._cache
 

@@ -95,6 +95,8 @@ POSITIONS = "position_ids"
 INPUTS_EMBEDS = "inputs_embeds"
 # input with the index at which new tokens are written, int64 [batch]; named as in `TensorScatter`
 WRITE_INDICES = "write_indices"
+# optional input of the form that the CPU runs, int64 [1]: logits are computed for the new tokens from this one on
+LOGITS_FROM = "logits_from"
 TOKEN_INPUTS = ("input_ids", INPUTS_EMBEDS, "attention_mask", POSITIONS, WRITE_INDICES)
 DOCUMENT = "see docs/adding-a-family.md"
 
@@ -106,6 +108,7 @@ class ModelCall:
     input_ids: Array  # new tokens, int64 [batch, new tokens]
     attention_mask: Array  # of past and new tokens, int64 [batch, past + new tokens], 0 for padding
     position_ids: Array  # of the new tokens, int64 [batch, new tokens]
+    last_only: bool = False  # only the last token's logits are read, so that those of the others may be left out
 
     @property
     def arrays(self) -> tuple[Array, Array, Array]:
@@ -114,7 +117,7 @@ class ModelCall:
     def after(self, length: int, first_position: int) -> ModelCall:
         """The same tokens after a prefix of `length` virtual tokens; `first_position` is that of the first real one."""
         mask = np.concatenate([np.ones((len(self.input_ids), length), dtype=np.int64), self.attention_mask], axis=1)
-        return ModelCall(self.input_ids, mask, self.position_ids + first_position)
+        return replace(self, attention_mask=mask, position_ids=self.position_ids + first_position)
 
     @property
     def sizes(self) -> dict[str, int]:

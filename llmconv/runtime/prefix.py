@@ -178,7 +178,8 @@ class PrefixedRunner(Runner):
     def _run_prompt(
         self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
     ) -> Step:
-        return self._runner.prefill(*self._after_prefix(call, past), self._moved(extras), placed)
+        given = *self._after_prefix(call, past), self._moved(extras), placed
+        return self._runner.prefill(*given, last_only=call.last_only)
 
     def _run_step(self, call: ModelCall, past: Cache | None, extras: Extras | None) -> Step:
         return self._runner.decode(*self._after_prefix(call, past), self._moved(extras))

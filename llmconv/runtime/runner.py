@@ -92,7 +92,8 @@ class Step:
     """The outputs of one call.
 
     Attributes:
-        logits: [batch, new tokens, vocabulary], or [batch, 1, vocabulary] if the graph returns the last logits only;
+        logits: [batch, new tokens, vocabulary], or [batch, 1, vocabulary] if the last logits only were asked for, or
+            the graph returns no others;
             empty if there are `choices`.
         present: the cache of past and new tokens together; the `past` of the next call.
         choices: what the graph returns instead of logits; None if it returns logits.
@@ -179,6 +180,8 @@ class Runner(Protocol):
         past: Cache | None = None,
         extras: Extras | None = None,
         placed: PlacedEmbeddings | None = None,
+        *,
+        last_only: bool = False,
     ) -> Step:
         """Runs the prompt.
 
@@ -190,11 +193,12 @@ class Runner(Protocol):
             extras: values of `extra_inputs` by name, with the batch; the others have their defaults.
             placed: embeddings in place of those of some of `input_ids`, which may be any tokens of the vocabulary; only
                 if there is an `embedding_size`.
+            last_only: only the logits of the last token are read: those of the others may be left out.
 
         Raises:
             UsageProblem: there is no `embedding_size`.
         """
-        return self._run_prompt(ModelCall(input_ids, attention_mask, position_ids), past, extras, placed)
+        return self._run_prompt(ModelCall(input_ids, attention_mask, position_ids, last_only), past, extras, placed)
 
     def decode(
         self,

@@ -11,6 +11,7 @@ import argparse
 import importlib
 import importlib.util
 import multiprocessing
+import os
 import random
 import sys
 import tempfile
@@ -84,7 +85,8 @@ def fuzz(name: str, seconds: float, seed: int, guided: bool, writer: Any) -> Non
             from tests.fuzz.targets import TARGETS  # noqa: PLC0415 - seen from here on
     else:
         from tests.fuzz.targets import TARGETS  # noqa: PLC0415 - as above
-    with tempfile.TemporaryDirectory(prefix="llmconv-fuzz-") as place:
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # twice as many inputs per second as on a disk
+    with tempfile.TemporaryDirectory(prefix="llmconv-fuzz-", dir=memory) as place:
         feeder = Feeder(name, TARGETS[name], Path(place), seed, writer)
         if not guided:
             feeder.run(seconds)

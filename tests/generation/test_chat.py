@@ -37,7 +37,7 @@ class Counting:
     def __init__(self, runner: Any) -> None:
         self._runner, self.prefills = runner, list[int]()
 
-    def prefill(self, input_ids: Any, *others: Any) -> Step:
+    def prefill(self, input_ids: Any, *others: Any, last_only: bool = False) -> Step:
         """See `Runner`."""
         self.prefills.append(input_ids.shape[1])
         step: Step = self._runner.prefill(input_ids, *others)

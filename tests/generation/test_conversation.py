@@ -24,7 +24,7 @@ class Counting:
     def __init__(self, runner: Any) -> None:
         self._runner, self.columns = runner, list[int]()
 
-    def prefill(self, input_ids: Any, *rest: Any) -> Step:
+    def prefill(self, input_ids: Any, *rest: Any, last_only: bool = False) -> Step:
         """See `Runner`."""
         self.columns.append(input_ids.shape[1])
         step: Step = self._runner.prefill(input_ids, *rest)

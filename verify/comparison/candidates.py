@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -42,10 +42,13 @@ class Candidate:
     name: str  # file name of the graph, or both joined with a plus
     runner: Runner
     graphs: tuple[OrtGraph, ...]
+    asks_last: bool = field(default=False, kw_only=True)  # its runner asks for the last logits of a prompt
 
     @property
     def last_logits(self) -> bool:
         """Whether a graph that takes several tokens returns the results of the last only."""
+        if self.asks_last:
+            return True
         shapes = [
             (next(iter(graph.inputs.values()), None), graph.outputs[graph.result_names[0]]) for graph in self.graphs
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,12 +16,12 @@ from llmconv.checkpoint import read_json
 from llmconv.errors import LlmconvError, UnsupportedInput
 from llmconv.export.rewrite.running_form import to_running_form
 from llmconv.output.manifest import EMBEDDINGS, VISION, GraphEntry
-from llmconv.runtime.extra_inputs import INPUTS_EMBEDS
+from llmconv.runtime.extra_inputs import INPUTS_EMBEDS, ModelCall
 from llmconv.runtime.images.families import family_in
 from llmconv.runtime.onnxruntime.graph import EmbeddingGraph, OrtGraph, VisionGraph
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.onnxruntime.session_settings import CPU, HALF_PRECISION, SessionSettings
-from llmconv.runtime.runner import PlacedEmbeddings, default_positions
+from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Step, default_positions
 from llmconv.tensors import BY_NAME
 from llmconv.verify.audit.structure import check_structure, check_tower_norms, name_problems
 from llmconv.verify.comparison.candidates import (
@@ -53,8 +54,21 @@ OTHER_SETTINGS = (("disable", 1), ("basic", 2), ("extended", 1))
 
 LAYERED = "skipped in layer-by-layer verification"
 
+LAST_LOGITS = ("prefill, 7 tokens", "batch of 3")  # scenarios in which the last logits of prompts are asked for
 AS_RUN = ", as run"  # suffix of the name of a graph in the form that `generate` runs
 GraphOpener = Callable[[Path, GraphEntry, SessionSettings], OrtGraph]
+
+
+class LastLogitsRunner(OrtRunner):
+    """Asks for the last logits of all calls."""
+
+    def _run_prompt(
+        self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
+    ) -> Step:
+        return super()._run_prompt(replace(call, last_only=True), past, extras, placed)
+
+    def _run_step(self, call: ModelCall, past: Cache | None, extras: Extras | None) -> Step:
+        return super()._run_step(replace(call, last_only=True), past, extras)
 
 
 @dataclass(frozen=True)
@@ -155,34 +169,41 @@ class FolderComparison:
                         scenario, chains, candidate, truths, gates, pair, evidence, self.selection.repeat
                     )
                 for one in forms if found else ():
-                    yield check_scenario(scenario, chains, one, truths, gates, PrefillDecodeAgreement(gates))
+                    if not one.asks_last or scenario.name in LAST_LOGITS:
+                        yield check_scenario(scenario, chains, one, truths, gates, PrefillDecodeAgreement(gates))
             yield from not_run(rows.left, self.selection.budget, [graph.name for graph in of_prefix])
             yield pair.checks()
         if self.eager.facts().no_edits:
             self.report.unseen.append("faults of caches that are changed between two calls")
 
     def _forms(self, graphs: list[OrtGraph]) -> list[Candidate]:
-        """The graphs in the form that `generate` runs on the CPU, see `running_form`; those that have one."""
+        """The graphs in the form that `generate` runs on the CPU, see `running_form`; those that have one.
+
+        Where a form computes the logits that a call asks for, a second candidate asks for the last ones of prompts.
+        """
         settings, change = self.settings, self.settings.change
         if self.named or settings.free_dimensions or settings.provider != CPU or self.eager.is_layered:
             return []
 
-        rewritten = set()
+        rewritten: dict[str, set[str]] = {}
 
         def changed(path: Path, model: onnx.ModelProto) -> None:
             if change:
                 change(path, model)
-            before = [node.op_type for node in model.graph.node]
+            before = Counter(node.op_type for node in model.graph.node)
             to_running_form(path, model)
-            if before != [node.op_type for node in model.graph.node]:
-                rewritten.add(path.name)
+            rewritten[path.name] = set(Counter(node.op_type for node in model.graph.node) - before)
 
         found = []
         for graph in graphs:
-            if type(graph) is OrtGraph and graph.sizes is None and len(graph.entry.files) == 1:
-                form = self.open_graph(self.folder, graph.entry, replace(settings, change=changed, garbage=True))
-                if rewritten.intersection(graph.entry.files):
-                    found.append(Candidate(f"{graph.name}{AS_RUN}", OrtRunner(form, form), (form,)))
+            if type(graph) is not OrtGraph or len(graph.entry.files) > 1:
+                continue
+            form = self.open_graph(self.folder, graph.entry, replace(settings, change=changed, garbage=True))
+            name, new = f"{graph.name}{AS_RUN}", rewritten.get(graph.entry.files[0], set())
+            if new - {"Slice"}:
+                found.append(Candidate(name, OrtRunner(form, form), (form,)))
+            if form.takes_start:
+                found.append(Candidate(name, LastLogitsRunner(form, form), (form,), asks_last=True))
         return found
 
     def _compare_scaled(self, originals: list[OrtGraph]) -> Checks:

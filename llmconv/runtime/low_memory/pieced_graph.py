@@ -253,6 +253,8 @@ class DeclaredGraph:
         """Always raises UnsupportedInput: only graphs with a shared cache buffer need the session."""
         raise UnsupportedInput("a graph with a shared cache buffer cannot run in pieces", hint=LOW_MEMORY_HINT)
 
+    takes_start = False
+
     def device_of(self, name: str) -> Device:
         """As `SessionChain.device_of`: pieces compute on the CPU."""
         return Device()

@@ -22,6 +22,7 @@ from llmconv.runtime.extra_inputs import (
     HIDDEN,
     IMAGE_FEATURES,
     INPUTS_EMBEDS,
+    LOGITS_FROM,
     PIXEL_VALUES,
     SYMBOLS,
     ExtraInput,
@@ -101,8 +102,13 @@ class SessionChain:
         optional = (arg for session in self._sessions for arg in session.get_overridable_initializers())
         return [arg for arg in optional if is_factor(arg.name)]
 
+    @property
+    def takes_start(self) -> bool:
+        """Whether a call may say from which token on it reads logits, see `LOGITS_FROM`."""
+        return any(LOGITS_FROM in names for names in self._defaults)
+
     def run_with_ort_values(self, names: Sequence[str], feeds: Mapping[str, ort.OrtValue]) -> list[ort.OrtValue]:
-        """The values of the outputs `names` of any session; `feeds` are all inputs by name, factors optional.
+        """The values of the outputs `names` of any session; `feeds` are all inputs by name; some have a default.
 
         The results lie in the host's memory; the cache stays on the device of its stage, and so does what one session
         passes to the next if all have the same device.
@@ -278,7 +284,8 @@ class OrtGraph:
         if self.sizes:
             memory = self._garbage, self._device, self._factors
             embed = partial(_token_input, self._table)  # a method would keep the sessions in a cycle
-            self._buffered = BufferedSession(self._session.last, self.sizes, self.result_names, embed, *memory)
+            given = self._session.last, self.sizes, self.result_names, embed, *memory
+            self._buffered = BufferedSession(*given, takes_start=self.takes_start)
 
     def under(self, entry: GraphEntry) -> OrtGraph:
         """The same sessions, and so the same memory, as the graph of another entry with the same content."""
@@ -295,6 +302,11 @@ class OrtGraph:
 
     def _connect(self, paths: Sequence[Path], settings: SessionSettings) -> Any:
         return SessionChain(paths, settings)
+
+    @property
+    def takes_start(self) -> bool:
+        """Whether a call may ask for the last logits alone, see `LOGITS_FROM`."""
+        return bool(self._session.takes_start)
 
     @property
     def scores_last(self) -> bool:
@@ -358,10 +370,12 @@ class OrtGraph:
         require_known(self.inputs, self.extra_inputs, self.name)
         return ExtraValues(self.extra_inputs, extras or {})
 
-    def _run_growing(self, given: dict[str, Array], past: Cache | None) -> tuple[list[Array], Cache]:
+    def _run_growing(self, given: dict[str, Any], past: Cache | None) -> tuple[list[Array], Cache]:
         """Runs a graph whose present is its past plus the new tokens."""
         feeds = {name: as_input(array, self._dtypes[name]) for name, array in given.items() if name in self.inputs}
         feeds |= self._factors
+        if self.takes_start and given["last_only"]:
+            feeds[LOGITS_FROM] = as_input(np.array([given["input_ids"].shape[1] - 1]))
         feeds |= zip(self.past_names, self._past_values(past, len(next(iter(given.values())))), strict=False)
         outputs = self._session.run_with_ort_values([*self.result_names, *self.present_names], feeds)
         results = [as_array(value) for value in outputs[: len(self.result_names)]]

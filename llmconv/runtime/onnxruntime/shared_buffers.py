@@ -18,6 +18,7 @@ from llmconv.errors import InputRefused
 from llmconv.runtime.extra_inputs import (
     BATCH,
     INPUTS_EMBEDS,
+    LOGITS_FROM,
     SEQUENCE,
     TOTAL,
     WRITE_INDICES,
@@ -247,7 +248,10 @@ class BufferedSession:
         garbage: bool = False,
         device: Device | None = None,
         factors: Mapping[str, ort.OrtValue] | None = None,
+        *,
+        takes_start: bool = False,  # it has the optional input `logits_from`
     ) -> None:
+        self._takes_start = takes_start
         self._factors = {} if factors is None else factors
         self._session, self.sizes, self._embed, self._fill = session, sizes, embed, GARBAGE if garbage else 0.0
         self._results, self._device = results, device
@@ -275,13 +279,12 @@ class BufferedSession:
         pieces = []
         for start in range(0, new, width):
             at = slice(start, min(start + width, new))
-            piece = ModelCall(
-                call.input_ids[:, at], call.attention_mask[:, : filled + at.stop], call.position_ids[:, at]
-            )
+            mask = call.attention_mask[:, : filled + at.stop]
+            piece = ModelCall(call.input_ids[:, at], mask, call.position_ids[:, at], call.last_only)
             embedded = placed.columns(at.start, at.stop) if placed else None
             pieces.append(self._run(buffers, piece, values.of(piece, call, start), values.inputs, embedded))
             buffers.filled, buffers.runs = filled + at.stop, buffers.runs + 1
-        is_whole = self._last_only or len(pieces) == 1  # avoids a copy of the logits of a long prompt
+        is_whole = self._last_only or call.last_only or len(pieces) == 1  # avoids a copy of the logits of a long prompt
         results = pieces[-1] if is_whole else [np.concatenate(parts, axis=1) for parts in zip(*pieces, strict=True)]
         return results, BufferCache(self._present, buffers, rows, filled + new)
 
@@ -348,10 +351,12 @@ class BufferedSession:
         }
         if self.sizes.indexed:
             feeds[WRITE_INDICES] = buffers.filled - buffers.starts
+        if self._takes_start:  # in every call, since the memory of inputs keeps their values
+            feeds[LOGITS_FROM] = np.array([new - 1 if call.last_only else 0])
         bound = buffers.bound(self._session, self._past, self._results, self._present, self._factors)
         for name, array in feeds.items():
-            if name in self._shapes:
-                bound.feed(name, array, self._inputs[name])
+            if name in self._shapes or name == LOGITS_FROM:
+                bound.feed(name, array, self._inputs.get(name))
         results = bound.run()
         if self._fill and batch > rows:
             results = [_most_different(result, rows) for result in results]

@@ -20,6 +20,10 @@ from llmconv.files.safe_folder import user_cache
 from llmconv.generation import TextModel, generate
 from llmconv.generation.runners import in_form
 from llmconv.runtime import SessionSettings
+from llmconv.runtime.extra_inputs import LOGITS_FROM
+from llmconv.runtime.onnxruntime.guard import refill
+from llmconv.runtime.onnxruntime.runner import OrtRunner
+from llmconv.runtime.runner import default_positions
 from llmconv.verify import verify
 from llmconv.verify.comparison import run
 from tests.builders.slow_rows import slow_but
@@ -126,6 +130,56 @@ def test_verify_fails_a_wrong_form(talking: Path, monkeypatch: pytest.MonkeyPatc
     assert {check.graph for check in report.checks if check.verdict == "fail"} == {f"prefill.onnx{run.AS_RUN}"}
 
 
+@pytest.mark.parametrize("options", [{}, {"target": "ort-cpu", "cache": "shared-buffer"}], ids=str)
+def test_verify_fails_a_form_that_gives_other_logits_than_the_last(
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    export(tiny("llama"), output=tmp_path / "out", prefill=True, incremental=True, **options)
+
+    def wrong(path: Path, model: onnx.ModelProto) -> None:
+        to_running_form(path, model)
+        (head,) = (node for node in model.graph.node if LOGITS_FROM in node.input)
+        earlier = onnx.numpy_helper.from_array(np.ones(1, np.int64), "one")
+        model.graph.initializer.append(earlier)
+        before = onnx.helper.make_node("Sub", [LOGITS_FROM, "one"], ["before"])
+        first = onnx.helper.make_node("Max", ["before", "zero"], ["first"])
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(1, np.int64), "zero"))
+        nodes = [node for node in model.graph.node if node is not head]
+        head.input[1] = "first"
+        place = next(at for at, node in enumerate(model.graph.node) if node.name == head.name)
+        nodes[place:place] = [before, first, head]
+        refill(model.graph.node, nodes)
+
+    given: dict[str, Any] = {"method": "whole", "scenario": ["prefill, 7 tokens"], "record": False}
+    assert verify(tmp_path / "out", **given)
+    monkeypatch.setattr(run, "to_running_form", wrong)
+    report = verify(tmp_path / "out", **given)
+    assert f"prefill.onnx{run.AS_RUN}" in {check.graph for check in report.checks if check.verdict == "fail"}
+    assert all(check.graph.endswith(run.AS_RUN) for check in report.checks if check.verdict == "fail")
+
+
+@pytest.mark.one_row_in(8)
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "gemma2", "qwen3_next"))
+def test_the_last_logits_alone_are_those_of_a_whole_prompt(tmp_path: Path, family: str) -> None:
+    folder = tmp_path / family
+    save_tiny(family, folder, depth(family))
+    export(folder, unified=True)
+    runner = OrtRunner.from_folder(folder, in_form(SessionSettings(), "auto", [*folder.glob("*.onnx")]))
+    ids = np.random.default_rng(0).integers(3, 90, (2, 9))
+    mask = np.ones_like(ids)
+    mask[1, :4] = 0
+    positions = default_positions(mask, 9)
+    whole = runner.prefill(ids, mask, positions)
+    last = runner.prefill(ids, mask, positions, last_only=True)
+    assert last.logits.shape == (2, 1, whole.logits.shape[2])
+    np.testing.assert_allclose(last.logits, whole.logits[:, -1:], atol=1e-5)
+    more, new = np.ones((2, 10), np.int64), ids[:, -1:]
+    more[:, :9] = mask
+    steps = [runner.decode(new, more, default_positions(more, 1), step.present).logits for step in (whole, last)]
+    np.testing.assert_allclose(steps[0], steps[1], atol=1e-5)
+    assert runner.prefill(ids, mask, positions).logits.shape == whole.logits.shape  # the next call has all again
+
+
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"quant": "int4", "quant_block": 32},
@@ -139,7 +193,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"shapes": "static", "max_seq_len": 64, "prompt_len": 8},
     {"target": "ort-cpu", "cache": "shared-buffer"},
 ]
-IN_FILE = ("float16", "stages", "static", "ort-cpu")
+IN_FILE = ("stages", "static")
 
 
 @pytest.mark.parametrize("options", slow_but(OPTIONS, *OPTIONS[:3], *OPTIONS[5:9], OPTIONS[-1]), ids=str)
@@ -160,9 +214,11 @@ def test_tokens_are_those_of_the_file(tiny: Callable[[str], Path], tmp_path: Pat
     stays = any(word in f"{options}" for word in IN_FILE)
     graphs = [graph_of(path) for path in out.glob("*.onnx") if path.name != "embeddings.onnx"]
     for graph in graphs:
-        before = operators(graph)
+        before = [node.op_type for node in graph.graph.node]
         to_running_form(out, graph)
-        assert (operators(graph) != before) is not stays
+        assert ([node.op_type for node in graph.graph.node] != before) is not stays
+        one = "last_logits" in options or "postprocess" in options
+        assert (LOGITS_FROM in {port.name for port in graph.graph.input}) is not (stays or one)
 
 
 @pytest.mark.slow
@@ -277,8 +333,9 @@ def test_graphs_that_compute_something_else_stay_as_they_are(
     to_running_form(talking, graph)
     assert (graph == before) is (edit in UNCHANGED)
     assert not {"GroupQueryAttention"} & operators(graph)
-    for side in ("input", "output"):
-        assert list(getattr(graph.graph, side)) == list(getattr(before.graph, side))
+    assert [port for port in graph.graph.input if port.name != LOGITS_FROM] == list(before.graph.input)
+    assert [port.name for port in graph.graph.output] == [port.name for port in before.graph.output]
+    assert list(graph.graph.output[1:]) == list(before.graph.output[1:])
     for now, then in zip(attentions(graph), attentions(before), strict=True):
         assert now.attribute == then.attribute
         assert len(now.input) == len(then.input)

@@ -37,6 +37,8 @@ class Unsteady(Runner):
         past: Cache | None = None,
         extras: Extras | None = None,
         placed: PlacedEmbeddings | None = None,
+        *,
+        last_only: bool = False,
     ) -> Step:
         """Runs it."""
         step = self.runner.prefill(input_ids, attention_mask, position_ids, past, extras, placed)

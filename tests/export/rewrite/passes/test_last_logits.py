@@ -7,7 +7,7 @@ import pytest
 from onnx import helper
 
 from llmconv.errors import UnsupportedInput
-from llmconv.export.graph_files import keep_last_logits
+from llmconv.export.rewrite.last_logits import keep_last_logits
 from tests.export.rewrite.passes.graphs import INT64, graph, head, port, run
 
 IDS = np.array([[1, 2, 3], [3, 1, 5]])
