@@ -203,7 +203,8 @@ class FolderComparison:
             if new - {"Slice"}:
                 found.append(Candidate(name, OrtRunner(form, form), (form,)))
             if form.takes_start:
-                found.append(Candidate(name, LastLogitsRunner(form, form), (form,), asks_last=True))
+                last = f"{graph.name}, last logits{AS_RUN}"
+                found.append(Candidate(last, LastLogitsRunner(form, form), (form,), asks_last=True))
         return found
 
     def _compare_scaled(self, originals: list[OrtGraph]) -> Checks:
