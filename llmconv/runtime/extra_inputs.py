@@ -109,6 +109,7 @@ class ModelCall:
     attention_mask: Array  # of past and new tokens, int64 [batch, past + new tokens], 0 for padding
     position_ids: Array  # of the new tokens, int64 [batch, new tokens]
     last_only: bool = False  # only the last token's logits are read, so that those of the others may be left out
+    in_parts: bool = False  # new tokens may run in several calls, each after those before it
 
     @property
     def arrays(self) -> tuple[Array, Array, Array]:

@@ -149,6 +149,8 @@ class OrtRunner(Runner):
         self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
     ) -> Step:
         self._require_whole(len(call.input_ids), call.attention_mask.shape[1], call.input_ids.shape[1])
+        if call.last_only and placed is None:  # images are read in one run
+            call = replace(call, in_parts=self.reads_in_parts(call.attention_mask.shape[1]))
         return self._prompt_graph.run_call(self._after_prefix(call, past), past, extras, placed)
 
     def _run_step(self, call: ModelCall, past: Cache | None, extras: Extras | None) -> Step:

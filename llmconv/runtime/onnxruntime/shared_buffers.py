@@ -17,6 +17,7 @@ import onnxruntime as ort
 from llmconv.errors import InputRefused
 from llmconv.runtime.extra_inputs import (
     BATCH,
+    HIDDEN,
     INPUTS_EMBEDS,
     LOGITS_FROM,
     SEQUENCE,
@@ -95,6 +96,9 @@ def input_dtype(array: Array) -> Any:
     return np.int64 if array.dtype.kind in "iub" else array.dtype
 
 
+PART = 512
+"""Most tokens of a prompt that run in one call, where they may run in several: attention needs a matrix of these by all
+tokens so far, which would take gigabytes for a long prompt, and more time."""
 GARBAGE, GARBAGE_CODE = 1e4, 127
 ROUNDING = 64
 """Buffer lengths are multiples of this, at least twice the length of the replaced buffer. They have room for one more
@@ -275,6 +279,8 @@ class BufferedSession:
         width = self.sizes.width(rows, filled, new)
         if width < new:
             values.require_whole(width)
+        elif call.in_parts and new > PART and (rows == 1 or not self.sizes.single) and not values.both_ways:
+            width = -(-new // -(-new // PART))
         buffers = self._buffers(past, rows, filled + new, self._starts(call, past, values))
         pieces = []
         for start in range(0, new, width):
@@ -284,8 +290,11 @@ class BufferedSession:
             embedded = placed.columns(at.start, at.stop) if placed else None
             pieces.append(self._run(buffers, piece, values.of(piece, call, start), values.inputs, embedded))
             buffers.filled, buffers.runs = filled + at.stop, buffers.runs + 1
-        is_whole = self._last_only or call.last_only or len(pieces) == 1  # avoids a copy of the logits of a long prompt
-        results = pieces[-1] if is_whole else [np.concatenate(parts, axis=1) for parts in zip(*pieces, strict=True)]
+        last = self._last_only or call.last_only  # avoids a copy of the logits of a long prompt
+        results = [
+            parts[-1] if len(parts) == 1 or (last and name != HIDDEN) else np.concatenate(parts, axis=1)
+            for name, parts in zip(self._results, zip(*pieces, strict=True), strict=True)
+        ]
         return results, BufferCache(self._present, buffers, rows, filled + new)
 
     def _starts(self, call: ModelCall, past: Cache | None, values: ExtraValues) -> Array:

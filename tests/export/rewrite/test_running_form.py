@@ -21,6 +21,7 @@ from llmconv.generation import TextModel, generate
 from llmconv.generation.runners import in_form
 from llmconv.runtime import SessionSettings
 from llmconv.runtime.extra_inputs import LOGITS_FROM
+from llmconv.runtime.onnxruntime import shared_buffers
 from llmconv.runtime.onnxruntime.guard import refill
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.runner import default_positions
@@ -161,7 +162,9 @@ def test_verify_fails_a_form_that_gives_other_logits_than_the_last(
 
 @pytest.mark.one_row_in(8)
 @pytest.mark.parametrize("family", slow_but(FAMILIES, "gemma2", "qwen3_next"))
-def test_the_last_logits_alone_are_those_of_a_whole_prompt(tmp_path: Path, family: str) -> None:
+def test_the_last_logits_alone_are_those_of_a_whole_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
     folder = tmp_path / family
     save_tiny(family, folder, depth(family))
     export(folder, unified=True)
@@ -179,6 +182,13 @@ def test_the_last_logits_alone_are_those_of_a_whole_prompt(tmp_path: Path, famil
     steps = [runner.decode(new, more, default_positions(more, 1), step.present).logits for step in (whole, last)]
     np.testing.assert_allclose(steps[0], steps[1], atol=1e-5)
     assert runner.prefill(ids, mask, positions).logits.shape == whole.logits.shape  # the next call has all again
+    monkeypatch.setattr(shared_buffers, "PART", 4)
+    alone, ones = ids[:1], mask[:1]  # nine tokens in three calls, where the cache is a buffer
+    parts = runner.prefill(alone, ones, default_positions(ones, 9), last_only=True)
+    np.testing.assert_allclose(parts.logits, whole.logits[:1, -1:], atol=1e-5)
+    assert parts.present.length == 9
+    for one, other in zip(parts.present.arrays().values(), whole.present.arrays().values(), strict=True):
+        np.testing.assert_allclose(one, other[:1], atol=1e-5)
 
 
 OPTIONS: list[dict[str, Any]] = [
