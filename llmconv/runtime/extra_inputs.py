@@ -101,6 +101,11 @@ TOKEN_INPUTS = ("input_ids", INPUTS_EMBEDS, "attention_mask", POSITIONS, WRITE_I
 DOCUMENT = "see docs/adding-a-family.md"
 
 
+# most tokens of a prompt that run in one call, where they may run in several: attention needs a matrix of these by all
+# tokens so far, which would take gigabytes for a long prompt, and more time
+PART = 512
+
+
 @dataclass(frozen=True)
 class ModelCall:
     """The tokens of one call of a model."""
@@ -119,6 +124,11 @@ class ModelCall:
         """The same tokens after a prefix of `length` virtual tokens; `first_position` is that of the first real one."""
         mask = np.concatenate([np.ones((len(self.input_ids), length), dtype=np.int64), self.attention_mask], axis=1)
         return replace(self, attention_mask=mask, position_ids=self.position_ids + first_position)
+
+    def width(self, values: ExtraValues) -> int:
+        """New tokens per run: all, or of a long prompt that may run in parts at most `PART`, in equal parts."""
+        new: int = self.input_ids.shape[1]
+        return new if not self.in_parts or new <= PART or values.both_ways else -(-new // -(-new // PART))
 
     @property
     def sizes(self) -> dict[str, int]:

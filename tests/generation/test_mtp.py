@@ -21,7 +21,7 @@ from llmconv.errors import InputRefused, UsageProblem
 from llmconv.export import export
 from llmconv.generation import Conversation, TextModel
 from llmconv.generation.mtp import MtpGuesser
-from llmconv.runtime.onnxruntime import shared_buffers
+from llmconv.runtime import extra_inputs
 from llmconv.runtime.runner import default_positions
 from tests.builders.mtp_models import save_with_head
 from tests.builders.slow_rows import slow_but
@@ -128,7 +128,7 @@ def test_a_prompt_in_parts_has_all_hidden_states(folder: Path, monkeypatch: pyte
     runner = TextModel.open(folder).runner
     ids, mask = np.array([PROMPT]), np.ones((1, len(PROMPT)), np.int64)
     whole = runner.prefill(ids, mask, default_positions(mask, len(PROMPT)))
-    monkeypatch.setattr(shared_buffers, "PART", 3)
+    monkeypatch.setattr(extra_inputs, "PART", 3)
     parts = runner.prefill(ids, mask, default_positions(mask, len(PROMPT)), last_only=True)
     assert whole.hidden is not None and parts.hidden is not None and parts.logits.shape[1] == 1 < len(PROMPT) / 3
     np.testing.assert_allclose(parts.hidden, whole.hidden, atol=1e-5)

@@ -51,7 +51,7 @@ from llmconv.runtime.onnxruntime.session_settings import (
     as_array,
     for_concurrent_use,
 )
-from llmconv.runtime.onnxruntime.shared_buffers import BufferedSession, FixedSizes, as_input
+from llmconv.runtime.onnxruntime.shared_buffers import BufferedSession, FixedSizes, as_input, joined
 from llmconv.runtime.onnxruntime.time_limit import TOO_LONG, LimitedSession, TimeLimit
 from llmconv.runtime.runner import Cache, Choices, Extras, PlacedEmbeddings, Step, default_positions
 from llmconv.tensors import BY_NAME, Array
@@ -361,7 +361,7 @@ class OrtGraph:
             results, present = (
                 self._buffered.run(call, values, past, placed)
                 if self._buffered
-                else self._run_growing({**vars(call), **self.embed(call.input_ids, placed), **values.of(call)}, past)
+                else self._run_parts(call, values, past, placed)
             )
         return step_of(self.result_names, results, present)
 
@@ -369,6 +369,24 @@ class OrtGraph:
         """All extra inputs' values; UnsupportedInput for an input of no input map, UsageProblem for a value of none."""
         require_known(self.inputs, self.extra_inputs, self.name)
         return ExtraValues(self.extra_inputs, extras or {})
+
+    def _run_parts(
+        self, call: ModelCall, values: ExtraValues, past: Cache | None, placed: PlacedEmbeddings | None
+    ) -> tuple[list[Array], Cache]:
+        """Runs a graph whose present is its past plus the new tokens, a long prompt in parts."""
+        new, width = call.input_ids.shape[1], call.width(values)
+        before, pieces = call.attention_mask.shape[1] - new, []
+        for start in range(0, new, width):
+            at = slice(start, min(start + width, new))
+            piece = call
+            if width < new:
+                mask = call.attention_mask[:, : before + at.stop]
+                piece = ModelCall(call.input_ids[:, at], mask, call.position_ids[:, at], call.last_only)
+            given = {**vars(piece), **self.embed(piece.input_ids, placed), **values.of(piece, call, start)}
+            results, past = self._run_growing(given, past)
+            pieces.append(results)
+        assert past is not None
+        return joined(self.result_names, pieces, last=call.last_only), past
 
     def _run_growing(self, given: dict[str, Any], past: Cache | None) -> tuple[list[Array], Cache]:
         """Runs a graph whose present is its past plus the new tokens."""

@@ -96,9 +96,6 @@ def input_dtype(array: Array) -> Any:
     return np.int64 if array.dtype.kind in "iub" else array.dtype
 
 
-PART = 512
-"""Most tokens of a prompt that run in one call, where they may run in several: attention needs a matrix of these by all
-tokens so far, which would take gigabytes for a long prompt, and more time."""
 GARBAGE, GARBAGE_CODE = 1e4, 127
 ROUNDING = 64
 """Buffer lengths are multiples of this, at least twice the length of the replaced buffer. They have room for one more
@@ -279,8 +276,8 @@ class BufferedSession:
         width = self.sizes.width(rows, filled, new)
         if width < new:
             values.require_whole(width)
-        elif call.in_parts and new > PART and (rows == 1 or not self.sizes.single) and not values.both_ways:
-            width = -(-new // -(-new // PART))
+        elif rows == 1 or not self.sizes.single:
+            width = call.width(values)
         buffers = self._buffers(past, rows, filled + new, self._starts(call, past, values))
         pieces = []
         for start in range(0, new, width):
@@ -290,11 +287,7 @@ class BufferedSession:
             embedded = placed.columns(at.start, at.stop) if placed else None
             pieces.append(self._run(buffers, piece, values.of(piece, call, start), values.inputs, embedded))
             buffers.filled, buffers.runs = filled + at.stop, buffers.runs + 1
-        last = self._last_only or call.last_only  # avoids a copy of the logits of a long prompt
-        results = [
-            parts[-1] if len(parts) == 1 or (last and name != HIDDEN) else np.concatenate(parts, axis=1)
-            for name, parts in zip(self._results, zip(*pieces, strict=True), strict=True)
-        ]
+        results = joined(self._results, pieces, last=self._last_only or call.last_only)
         return results, BufferCache(self._present, buffers, rows, filled + new)
 
     def _starts(self, call: ModelCall, past: Cache | None, values: ExtraValues) -> Array:
@@ -370,6 +363,14 @@ class BufferedSession:
         if self._fill and batch > rows:
             results = [_most_different(result, rows) for result in results]
         return [result[:rows, :new] for result in results]
+
+
+def joined(names: Sequence[str], pieces: Sequence[Sequence[Array]], *, last: bool) -> list[Array]:
+    """The results of a call that ran in pieces; with `last` the logits are those of the last one, without a copy."""
+    return [
+        parts[-1] if len(parts) == 1 or (last and name != HIDDEN) else np.concatenate(parts, axis=1)
+        for name, parts in zip(names, zip(*pieces, strict=True), strict=True)
+    ]
 
 
 def padded(array: Array, rows: int, columns: int) -> Array:

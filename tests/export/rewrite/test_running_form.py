@@ -19,9 +19,8 @@ from llmconv.export.rewrite.running_form import convolve_few_columns, rewritten,
 from llmconv.files.safe_folder import user_cache
 from llmconv.generation import TextModel, generate
 from llmconv.generation.runners import in_form
-from llmconv.runtime import SessionSettings
+from llmconv.runtime import SessionSettings, extra_inputs
 from llmconv.runtime.extra_inputs import LOGITS_FROM
-from llmconv.runtime.onnxruntime import shared_buffers
 from llmconv.runtime.onnxruntime.guard import refill
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.runner import default_positions
@@ -182,8 +181,8 @@ def test_the_last_logits_alone_are_those_of_a_whole_prompt(
     steps = [runner.decode(new, more, default_positions(more, 1), step.present).logits for step in (whole, last)]
     np.testing.assert_allclose(steps[0], steps[1], atol=1e-5)
     assert runner.prefill(ids, mask, positions).logits.shape == whole.logits.shape  # the next call has all again
-    monkeypatch.setattr(shared_buffers, "PART", 4)
-    alone, ones = ids[:1], mask[:1]  # nine tokens in three calls, where the cache is a buffer
+    monkeypatch.setattr(extra_inputs, "PART", 4)
+    alone, ones = ids[:1], mask[:1]  # nine tokens in three calls
     parts = runner.prefill(alone, ones, default_positions(ones, 9), last_only=True)
     np.testing.assert_allclose(parts.logits, whole.logits[:1, -1:], atol=1e-5)
     assert parts.present.length == 9
