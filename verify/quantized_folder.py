@@ -140,7 +140,7 @@ class QuantizedFolder:
             return known, verified
         tensors = options.smoothing.applied(tensors)
         graphs = ExternalGraphs(audited_files(verified), ModelSizes({}), verified.settings, tensors)
-        copies = _Copies.of(verified, options)
+        copies = Copies.of(verified, options)
         verified, cut = copies.shipped, copies.cut
         source = WeightSource(verified.path, {}, tensors, in_place=False)
         session, code = self.session, options.code
@@ -428,7 +428,7 @@ class QuantizedModel:
 
 
 @dataclass(frozen=True)
-class _Copies:
+class Copies:
     """The folder with graphs that are changed in memory."""
 
     shipped: VerifiedFolder  # computes what the files do
@@ -438,7 +438,7 @@ class _Copies:
     why_rounded: str  # why the rounding could not be removed; empty if it was
 
     @classmethod
-    def of(cls, verified: VerifiedFolder, options: QuantizationOptions) -> _Copies:
+    def of(cls, verified: VerifiedFolder, options: QuantizationOptions) -> Copies:
         whole = verified.joined(join_parts)
         folders = [verified] if whole is verified else [verified, whole]
         if rounds_every_value(verified):
