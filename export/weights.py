@@ -21,7 +21,7 @@ import onnx_ir as ir
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from llmconv.causal_lm import mtp_tensors
-from llmconv.convert.models.blueprint import more_rows
+from llmconv.convert.models.blueprint import other_rows
 from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, replace_uses, scalar, static_shape
@@ -541,9 +541,8 @@ def require_shape(name: str, shape: tuple[int, ...], source: WeightSource) -> No
 
 
 def _shape_hint(name: str, wanted: tuple[int, ...], found: tuple[int, ...]) -> str:
-    is_taller = len(found) == len(wanted) == 2 and found[0] > wanted[0] and found[1] == wanted[1]
-    if is_taller and name.endswith((*EMBEDDINGS, *HEADS)):
-        return more_rows(found[0], wanted[0])
+    if name.endswith((*EMBEDDINGS, *HEADS)) and len(found) == len(wanted) == 2 and found[1] == wanted[1]:
+        return other_rows(found[0], wanted[0])
     return "the weights and the config are of different models"
 
 

@@ -325,12 +325,12 @@ def checked_folder(folder: GraphFolder, choices: Choices) -> Report:
             checks = floats.checks(choices.method, choices.eager, choices.low_memory)
         has_codes = bool(coded) or is_quantized(verified.models)
         checks = _in_turn(checks, floats, choices.clients, rest, cost, has_codes=has_codes)
-        return folder.session.run(folder.report, checks if mtp is None else _then(checks, mtp), most_precise)
+        return folder.session.run(folder.report, checks if mtp is None else _then(checks, mtp, cost), most_precise)
 
 
-def _then(checks: Checking, mtp: MtpFolder) -> Checking:
+def _then(checks: Checking, mtp: MtpFolder, cost: QuantizationOptions) -> Checking:
     found = yield from checks
-    yield from mtp.checks()
+    yield from mtp.checks(cost)
     return found
 
 

@@ -34,20 +34,13 @@ from llmconv.runtime.library_patches import reset_dynamic_rope, silence_kernel_h
 from llmconv.runtime.onnxruntime.graph import SinglePassGraph
 from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array
-from llmconv.verify.audit.decisions import audit_decisions, audit_foreign_decisions, read_config
+from llmconv.verify.audit.decisions import audit_decisions, read_config
 from llmconv.verify.audit.structure import dead_inputs
 from llmconv.verify.audit.weights import WeightSource, audit_files, audit_graph_files, audit_weights, span_of
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.comparison.candidates import fold
-from llmconv.verify.other_exporters.quantized.dequantized_reference import (
-    QuantizedWeights,
-    plain_model,
-    tied_head,
-    unstacked,
-)
 from llmconv.verify.other_exporters.quantized_verdict import QuantizationOptions
-from llmconv.verify.other_exporters.run import audit_graph_weights
-from llmconv.verify.quantized_folder import Copies, audited_files, is_quantized, misplaced_codes
+from llmconv.verify.quantized_folder import audited_codes, is_quantized
 from llmconv.verify.reference.eager import ComputedModel
 from llmconv.verify.reference.other_roundings import SCALINGS, SEEDS, hidden_faults, nudged
 from llmconv.verify.results import Check, Checks, Report, problem_of
@@ -94,33 +87,14 @@ class SinglePassFolder:
 
     def _quantized(self, options: QuantizationOptions, stack: ExitStack) -> Checks:
         """Audits codes, and compares the graphs with the model of the same codes; `stack` keeps its configuration."""
-        verified, model = self.verified, plain_model(self.reference, stack)
-        tensors = unstacked({**model.tensors, **Modules(self.reference).tensors()})
-        options = replace(options, codes=replace(options.codes, kept=model.kept))
-        if wrong := options.smoothing.check(verified.entries[0].name, tensors):
-            yield wrong
+        further = Modules(self.reference).tensors()
+        coded = yield from audited_codes(self.verified, self.reference, further, options, self.report, stack)
+        if coded is None:
             return
-        tensors = options.smoothing.applied(tensors)
-        for name, graph in verified.models.items():
-            yield misplaced_codes(name, graph, verified.path)
-        config, files = read_config(self.reference), audited_files(verified)
-        yield from audit_graph_weights(files, tensors, config, self.report, options.codes)
-        for name, graph in verified.models.items():
-            checks, notes = audit_foreign_decisions(name, graph, config)
-            self.report.notes += notes
-            yield checks
-        copies = Copies.of(verified, options)
-        if copies.why_rounded:
-            yield [Check("structure", files[0].name, "", verdict="skip", detail=copies.why_rounded)]
-            return
-        settings = replace(copies.unrounded.settings, float_activations=True, prepack=True)
-        runs = replace(self, verified=replace(copies.unrounded, settings=settings))
         self.report.unseen.append("the cost of quantization, which is measured in graphs with a cache")
-        for entry, file in zip(verified.entries, files, strict=True):
-            tie = tied_head(empty_model(model.folder, entry.role), tensors)
-            weights = QuantizedWeights(
-                model.folder, tensors, file.quantized_weights, tie, options.smoothing, stack
-            ).dequantized()
+        runs = replace(self, verified=coded.unrounded)
+        for entry, file in zip(self.verified.entries, coded.files, strict=True):
+            weights = coded.model_of([file], empty_model(coded.plain.folder, entry.role))
             yield from runs._graph(entry, TaskReference(self.reference, entry.role, weights))
 
     def _weights(self) -> WeightSource:

@@ -456,6 +456,19 @@ def test_files_of_ranks_that_do_not_fit_are_refused(of_ranks: tuple[Path, Any], 
         open_training(folder)
 
 
+def test_fewer_rows_than_the_vocabulary_are_refused_with_their_number(tmp_path: Path) -> None:
+    model = built("llama")
+    model.save_pretrained(tmp_path / "cut")
+    weights = load_file(tmp_path / "cut/model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][:60].clone()
+    save_file(weights, tmp_path / "cut/model.safetensors", {"format": "pt"})
+    for run in (lambda: to_hf(tmp_path / "cut", tmp_path / "x", dtype="bfloat16"), lambda: export(tmp_path / "cut")):
+        with pytest.raises(MalformedInput, match="shape mismatch for") as caught:
+            run()
+        assert "4 rows fewer than `vocab_size`" in caught.value.hint and '`{"vocab_size": 60}`' in caught.value.hint
+
+
 def test_rows_beyond_the_vocabulary_are_refused_with_the_way_to_keep_them(tmp_path: Path) -> None:
     """Megatron pads the vocabulary; some bridges write its rows and the original `vocab_size`."""
     model = built("llama")
