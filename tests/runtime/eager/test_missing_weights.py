@@ -46,7 +46,7 @@ def test_generate_on_the_eager_model_is_refused(without_a_norm: Path) -> None:
 def test_rows_that_are_not_those_of_the_vocabulary_are_named(size: int, talking: Path, tmp_path: Path) -> None:
     folder = _changed(talking, tmp_path, {"vocab_size": size})
     for runner in (EagerRunner, StreamedRunner):
-        with pytest.raises(MalformedInput, match=rf"embed_tokens.weight` .* rows, its `vocab_size` is {size}"):
+        with pytest.raises(MalformedInput, match=rf"weight` .* rows, its `vocab_size` is {size}"):
             runner(folder)
 
 
