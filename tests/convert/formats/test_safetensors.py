@@ -456,6 +456,24 @@ def test_files_of_ranks_that_do_not_fit_are_refused(of_ranks: tuple[Path, Any], 
         open_training(folder)
 
 
+@pytest.mark.parametrize("prefix", ["model.", "_orig_mod."])
+def test_weights_under_two_names_are_called_so(prefix: str, tmp_path: Path) -> None:
+    """With and without the model's own prefix, or that of a trainer's wrapper, and with other values."""
+    built("llama").save_pretrained(tmp_path / "twice")
+    weights = load_file(tmp_path / "twice/model.safetensors")
+    of_other = {
+        name.removeprefix("model.") if prefix == "model." else prefix + name: one for name, one in weights.items()
+    }
+    torch.save({**{name: one + 1 for name, one in of_other.items()}, **weights}, tmp_path / "twice.pt")
+    with pytest.raises(InputRefused, match="twice") as caught:
+        to_hf(tmp_path / "twice.pt", tmp_path / "x", config=[tmp_path / "twice/config.json"])
+    assert "two versions of one" in caught.value.hint
+    if prefix == "model.":
+        save_file({**of_other, **weights}, tmp_path / "twice/model.safetensors", {"format": "pt"})
+        with pytest.raises(InputRefused, match="twice, under two names"):
+            export(tmp_path / "twice", dry_run=True)
+
+
 def test_fewer_rows_than_the_vocabulary_are_refused_with_their_number(tmp_path: Path) -> None:
     model = built("llama")
     model.save_pretrained(tmp_path / "cut")
