@@ -3,9 +3,8 @@
 Layout (auto-round `export/export_to_autoround/export.py`, `inference/backend.py`): `packing_format` names it.
 `auto_round:auto_gptq` is GPTQ's with zero points stored less one; `auto_round` and `auto_round:gptqmodel` are the same
 with zero points as they are; `auto_round:auto_awq` is AWQ's `gemm`. `extra_config` has other bits and groups for some
-modules, by name or by a pattern. Before 0.13 or so zero points of 0 were stored less one as -1, which also set the fields
-above them in
-their word: such a model is refused.
+modules, by name or by a pattern. Before 0.13 or so zero points of 0 were stored less one as -1, which also set the
+fields above them in their word: such a model is refused.
 """
 
 from __future__ import annotations

@@ -346,10 +346,10 @@ def test_a_hugging_face_folder_is_sharded_anew_and_joined_again(tmp_path: Path, 
     )
 
 
-def test_a_quantized_folder_is_not_cast(tmp_path: Path, folder: Path) -> None:
+def test_a_folder_that_is_said_to_be_quantized_is_not_cast(tmp_path: Path, folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq"}}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedInput, match="is quantized"):
+    with pytest.raises(MalformedInput, match="no weight in its files is quantized"):
         to_hf(folder, tmp_path / "hf", dtype="float16")
 
 
