@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.argument_checks import checked, require_choice
+from llmconv.checkpoint import Checkpoint
 from llmconv.convert.models.config_file import OPTION, TrustedCode
 from llmconv.convert.models.head_and_dtype import check_dtype, settled, with_cast, with_stated_type
 from llmconv.convert.opening import open_training
@@ -95,11 +96,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     changes = bool(quant) or dtype != "keep" or max_shard_size is not None or bool(configs or words or code or drop)
     checkpoint = settled(open_training(source, format, configs, words, chosen, rewrite=changes))
     warn_all(checkpoint.warnings)
-    if dtype != "keep" and checkpoint.format == "hf" and checkpoint.config.get("quantization_config"):
-        raise UnsupportedInput(
-            f"`{source_name(checkpoint.path)}` is quantized (`quantization_config`), and its codes have no other type",
-            hint="give `--quant dequantize` for the values of the codes, or leave `--dtype` out",
-        )
+    _require_no_codes(checkpoint, dtype)
     # a configuration that is kept as it is needs no new `torch_dtype`
     kept = dtype == "keep" and (checkpoint.format == "hf" or "quantization_config" in checkpoint.config)
     checkpoint = with_stated_type(checkpoint) if kept and checkpoint.dequantized else checkpoint
@@ -117,6 +114,14 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     sources = [file for path in (checkpoint.path, base) if path for file in files_under(path, local_only(place))]
     asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
     return done_by(work, plan, write_checkpoint(plan, place, steps=steps, sources=sources, **asked).found)
+
+
+def _require_no_codes(checkpoint: Checkpoint, dtype: str) -> None:
+    if dtype != "keep" and checkpoint.format == "hf" and checkpoint.config.get("quantization_config"):
+        raise UnsupportedInput(
+            f"`{source_name(checkpoint.path)}` is quantized (`quantization_config`), and its codes have no other type",
+            hint="give `--quant dequantize` for the values of the codes, or leave `--dtype` out",
+        )
 
 
 def _trusted(code: str | Path | None, trust_remote_code: bool) -> TrustedCode | None:
