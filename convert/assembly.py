@@ -13,7 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, read_json, read_side_files, refuse_unmerged, unmerged
+from llmconv.checkpoint import (
+    ADAPTER_CONFIG,
+    Checkpoint,
+    read_json,
+    read_side_files,
+    refuse_second_names,
+    refuse_unmerged,
+    unmerged,
+)
 from llmconv.convert.models.completeness import BUFFERS, as_loaded
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.models.mpt_config import enlarged
@@ -148,6 +156,8 @@ def _native_tensors(
     for name, target in names.items():
         stem, dot, last = target.rpartition(".")
         tensors[stem + dot + OLD_NORM.get(last, last)] = stored[name]
+    if not drop:
+        refuse_second_names(outside, names, source)
     dropped += dropped_outside(outside, source, drop=drop)
     if added:
         warnings.append(f"added `{added}` to the names, which are those of the model without its head")

@@ -13,10 +13,12 @@ from typing import Any
 from llmconv.causal_lm import architecture, require_model_type
 from llmconv.checkpoint import (
     ADAPTER_CONFIG,
+    MODELOPT,
     Checkpoint,
     is_model_folder,
     open_checkpoint,
     read_json,
+    read_small,
     refuse_misplaced,
     sentence_files,
 )
@@ -152,12 +154,17 @@ def open_again(
 ) -> Checkpoint:
     """The model of a Hugging Face folder, every tensor under its own name, with fields of the `config` files replaced.
 
-    With the option `quant` of `dequantize`, quantized weights are the values of their codes in float32. Raises
-    UsageProblem for `options` of training formats, UnsupportedInput for quantized weights without that option or in an
-    unknown way, MalformedInput for a damaged folder or another model's config.
+    With the option `quant` of `dequantize`, quantized weights are the values of their codes in float32; else the codes
+    stay as they are. Raises UsageProblem for `options` of training formats, UnsupportedInput for weights that are
+    quantized in an unknown way, MalformedInput for a damaged folder or another model's config.
     """
     refuse_options(options, (OPTION, "drop", "quant"), "a Hugging Face folder")
-    opened = _dequantized(open_checkpoint(folder), name, options.get("quant"))
+    stored = open_checkpoint(folder)
+    opened = _plain(stored, name, options.get("quant"))
+    has_codes = opened is not stored and options.get("quant") != "dequantize"
+    if has_codes and options.get("drop"):
+        hint = "give `--quant dequantize` for the values of the codes, or leave `--drop` out"
+        raise UnsupportedInput(f"`--drop` leaves out no parts of codes, which `{name}` has", hint=hint)
     settings = updated(opened.config, merged_configs(config))
     require_model_type(settings, name)
     notes: list[str] = []
@@ -182,21 +189,24 @@ def open_again(
                 hint="give `--config` the configuration of these weights, or leave it out",
             ) from why
         raise
+    if has_codes:
+        fields = {"quantization_config": stored.config["quantization_config"], **settings}
+        own = {file: read_small(folder / file) for file in OF_CODES if (folder / file).is_file()}
+        result = replace(result, tensors=stored.tensors, config=fields, side_files={**side_files, **own})
+        result = replace(result, dequantized=frozenset())
     return replace(result, warnings=tuple(warnings))
 
 
-def _dequantized(opened: Checkpoint, name: str, choice: str | None) -> Checkpoint:
-    """The checkpoint, if it is quantized with the values of its codes; see `open_again`."""
+OF_CODES = (MODELOPT, "quantize_config.json", "quant_config.json")  # files of ModelOpt, AutoGPTQ and AutoAWQ
+
+
+def _plain(opened: Checkpoint, name: str, choice: str | None) -> Checkpoint:
+    """The checkpoint, if it is quantized with the values of its codes; `choice` is the option `quant`."""
     if not opened.config.get("quantization_config"):
         refuse_misplaced(opened, opened.config)
         if choice:
             raise UsageProblem(f"`--quant {choice}` is given, but `{name}` is not quantized", hint="leave it out")
         return opened
-    if choice != "dequantize":
-        raise UnsupportedInput(
-            f"`{name}` is quantized (`quantization_config`), and its codes have no other element type",
-            hint="give `--quant dequantize` for the values of the codes, or the weights from before quantization",
-        )
     from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint  # noqa: PLC0415 - of few models
 
     found = quantized_checkpoint(opened)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.argument_checks import checked, require_choice
+from llmconv.checkpoint import Checkpoint
 from llmconv.convert.models.config_file import OPTION, TrustedCode
 from llmconv.convert.models.head_and_dtype import check_dtype, settled, with_cast, with_stated_type
 from llmconv.convert.opening import open_training
-from llmconv.errors import UsageProblem
+from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.files.paths import Placed, is_address, local_only, output_place
 from llmconv.files.sources import fetches, files_under, local_path, source_name
 from llmconv.output.manifest import step
@@ -64,7 +65,8 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
             checkpoint's or the given configuration.
         trust_remote_code: copy the model's own code, and run it to compare the weights with the model that it builds.
         quant: what becomes of the codes of a GGUF file: `dequantize` (when None), or `keep` where they are exact, as
-            those of compressed-tensors. Of a quantized Hugging Face folder `dequantize` takes the values of its codes.
+            those of compressed-tensors. A quantized Hugging Face folder keeps its codes,
+            unless `dequantize` takes their values.
         dtype: `keep`, or the float type of the weights; `keep` rounds values of codes in a folder to the type that its
             configuration states.
         max_shard_size: largest safetensors file; `5GB` when None.
@@ -94,6 +96,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     changes = bool(quant) or dtype != "keep" or max_shard_size is not None or bool(configs or words or code or drop)
     checkpoint = settled(open_training(source, format, configs, words, chosen, rewrite=changes))
     warn_all(checkpoint.warnings)
+    _require_no_codes(checkpoint, dtype)
     # a configuration that is kept as it is needs no new `torch_dtype`
     kept = dtype == "keep" and (checkpoint.format == "hf" or "quantization_config" in checkpoint.config)
     checkpoint = with_stated_type(checkpoint) if kept and checkpoint.dequantized else checkpoint
@@ -111,6 +114,14 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     sources = [file for path in (checkpoint.path, base) if path for file in files_under(path, local_only(place))]
     asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
     return done_by(work, plan, write_checkpoint(plan, place, steps=steps, sources=sources, **asked).found)
+
+
+def _require_no_codes(checkpoint: Checkpoint, dtype: str) -> None:
+    if dtype != "keep" and checkpoint.format == "hf" and checkpoint.config.get("quantization_config"):
+        raise UnsupportedInput(
+            f"`{source_name(checkpoint.path)}` is quantized (`quantization_config`), and its codes have no other type",
+            hint="give `--quant dequantize` for the values of the codes, or leave `--dtype` out",
+        )
 
 
 def _trusted(code: str | Path | None, trust_remote_code: bool) -> TrustedCode | None:

@@ -137,8 +137,9 @@ PRECISIONS = (FLOAT32, "float16", "bfloat16")  # values of the option `precision
 WITHOUT_CACHE = {
     *("task", "no_cache", "opset", "strict_target", "dtype", "max_shard_size", "graphs_only", "overwrite", "resume"),
     *("dry_run", "logits_dtype", "trust_remote_code"),
+    *("quant", "method", "quant_block", "quant_bits", "quant_exclude"),
 }
-"""Options that graphs without a cache take; all others are about generating, or about weights that were changed."""
+"""Options that graphs without a cache take; all others are about generating."""
 
 
 def check_options(given: ExportOptions, *, writes: bool) -> None:

@@ -21,7 +21,8 @@ import onnx_ir as ir
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from llmconv.causal_lm import mtp_tensors
-from llmconv.convert.models.blueprint import more_rows
+from llmconv.checkpoint import refuse_second_names
+from llmconv.convert.models.blueprint import other_rows
 from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, replace_uses, scalar, static_shape
@@ -433,6 +434,7 @@ def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dic
     used |= set(mtp_tensors(own, {"num_hidden_layers": traced.num_layers}))
     left = [name for name in own if not ignored.search(name) and name not in used and not name.endswith(BUFFERS)]
     if left:
+        refuse_second_names(left, own.keys() - {*left}, "the model")
         listed = ", ".join(f"`{name}`" for name in left[:5])
         heads = all(name.startswith(VALUE_HEADS) for name in left)
         drop = "`llmconv to-hf MODEL --drop -o OUT` writes the language model without its value head"
@@ -541,9 +543,8 @@ def require_shape(name: str, shape: tuple[int, ...], source: WeightSource) -> No
 
 
 def _shape_hint(name: str, wanted: tuple[int, ...], found: tuple[int, ...]) -> str:
-    is_taller = len(found) == len(wanted) == 2 and found[0] > wanted[0] and found[1] == wanted[1]
-    if is_taller and name.endswith((*EMBEDDINGS, *HEADS)):
-        return more_rows(found[0], wanted[0])
+    if name.endswith((*EMBEDDINGS, *HEADS)) and len(found) == len(wanted) == 2 and found[1] == wanted[1]:
+        return other_rows(found[0], wanted[0])
     return "the weights and the config are of different models"
 
 

@@ -178,6 +178,25 @@ def refuse_copies(copies: Mapping[str, str], tensors: Mapping[str, LazyTensor], 
         )
 
 
+def refuse_second_names(names: Iterable[str], known: Iterable[str], source: str) -> None:
+    """Raises TwoCopies if most of the `names` that no model has are `known` ones with a prefix, or without theirs."""
+    names, known = list(names), set(known)
+    ends = {end: name for name in known for end in _ends(name)}
+    found = {name: ends.get(name) or next((end for end in _ends(name) if end in known), "") for name in names}
+    twice = [name for name, other in found.items() if other]
+    if 2 * len(twice) > len(names):
+        raise TwoCopies(
+            f"`{source}` has {len(twice)} weights twice, under two names: `{twice[0]}` is `{found[twice[0]]}`, too",
+            hint="two models, or two versions of one, are mixed in these files; write the trained one alone",
+        )
+
+
+def _ends(name: str) -> list[str]:
+    """A name without its first one to three modules."""
+    parts = name.split(".")
+    return [".".join(parts[start:]) for start in range(1, min(4, len(parts) - 1))]
+
+
 WRAPPED = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module|_forward_module|_orig_module)\."
 )

@@ -6,21 +6,29 @@ Each text is run alone by the reference, without padding; the graphs run all of 
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
+import onnx
 import torch
+from safetensors.numpy import save_file
 from transformers.cache_utils import DynamicLayer, MtpCache
 from transformers.modeling_layers import MtpModel
 
+from llmconv.checkpoint import SINGLE
 from llmconv.errors import LlmconvError
 from llmconv.export.rewrite.running_form import may_change, to_running_form
 from llmconv.output.manifest import MTP
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.extra_inputs import HIDDEN, PREVIOUS_HIDDEN
+from llmconv.runtime.low_memory.runner import EmptyRunner
 from llmconv.runtime.onnxruntime.graph import OrtGraph, open_graph
 from llmconv.runtime.runner import ArrayCache, Cache, Step
 from llmconv.tensors import Array
@@ -30,6 +38,8 @@ from llmconv.verify.audit.weights import WeightSource, audit_graph_files, audit_
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.comparison.candidates import fold, measured_rows
 from llmconv.verify.comparison.run import AS_RUN
+from llmconv.verify.other_exporters.quantized_verdict import QuantizationOptions
+from llmconv.verify.quantized_folder import audited_codes, is_quantized
 from llmconv.verify.reference.other_roundings import SEEDS, nudged, outputs_of
 from llmconv.verify.results import WHOLE, Check, Checks, Report, audited, problem_of
 from llmconv.verify.scenarios.calls import windows_of
@@ -81,25 +91,58 @@ class MtpFolder:
     report: Report
     allow_changed: bool  # a graph that was changed after its export is a note instead of a failure
 
-    def checks(self) -> Checks:
+    def checks(self, cost: QuantizationOptions) -> Checks:
+        """All checks; `cost` has what codes and factors must be, where weights are quantized."""
         path, models, config = self.verified.path, self.verified.models, read_config(self.reference)
         checks, notes = audit_graph_files(path, self.verified.entries, models, allow_changed=self.allow_changed)
         self.report.notes += notes
         yield [check for check in checks if check.verdict != "skip"]
-        source = WeightSource.of(path, self.reference)
+        coded = is_quantized(models)
+        source = None if coded else WeightSource.of(path, self.reference)
         for name, model in models.items():
             ports = [[port.name for port in side] for side in (model.graph.input, model.graph.output)]
             wrong = (
                 [] if ports == [INPUTS, ["logits", HIDDEN, *CACHE]] else ["its inputs and outputs are of another layer"]
             )
             yield [audited("structure", name, [*wrong, *dead_inputs(model)])]
-            yield [audit_weights(name, model, source)[0], audit_decisions(name, model, config)]
+            if source:
+                yield [audit_weights(name, model, source)[0], audit_decisions(name, model, config)]
             if wrong:
                 return
+        if coded:
+            with ExitStack() as stack:
+                yield from self._quantized(cost, stack)
+            return
         if self.report.method != WHOLE:
             self.report.unseen.append(UNSEEN)
             return
         yield from self._compared()
+
+    def _quantized(self, cost: QuantizationOptions, stack: ExitStack) -> Checks:
+        """Audits codes, and compares with the model of the same codes, which is written into a temporary folder."""
+        own, main = self.verified, self.main
+        both = replace(own, entries=[*main.entries, *own.entries], models={**main.models, **own.models})
+        audits = audited_codes(both, self.reference, {}, cost, replace(self.report, notes=[], quantization=None), stack)
+        coded = None
+        while True:  # the checks of the main graphs were made with theirs
+            try:
+                yield [check for check in next(audits) if check.graph in own.models]
+            except StopIteration as end:
+                coded = end.value
+                break
+        if coded is None:
+            return
+        if self.report.method != WHOLE:
+            self.report.unseen.append(UNSEEN)
+            return
+        empty = EmptyRunner(coded.plain.folder, **coded.plain.options(None))
+        model = coded.model_of(coded.files, empty.model)
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="llmconv-dequantized-")))
+        shutil.copyfile(model.folder / "config.json", folder / "config.json")
+        save_file({name: tensor.read().astype(np.float32) for name, tensor in model.tensors.items()}, folder / SINGLE)
+        settings = coded.unrounded.settings
+        own, main = replace(own, settings=settings), replace(main, settings=settings)
+        yield from replace(self, verified=own, main=main, reference=folder)._compared()
 
     def _compared(self) -> Checks:
         head = ReferenceHead(self.reference)
@@ -115,7 +158,7 @@ class MtpFolder:
         settings = replace(self.verified.settings, extra_inputs=lambda: (PREVIOUS_HIDDEN,))
         forms = [("", settings)]
         if may_change(self.verified.models[MTP]):
-            forms.append((AS_RUN, replace(settings, change=to_running_form)))
+            forms.append((AS_RUN, replace(settings, change=partial(_as_run, settings.change))))
         expected = [
             head.expected(texts, exact.astype(np.float32)) for texts, (exact, _) in zip(batches, hidden, strict=True)
         ]
@@ -169,6 +212,12 @@ def run(graph: OrtGraph, texts: Texts, hidden: Array) -> list[dict[str, Array]]:
 
 def rows_of(step: Step) -> dict[str, Array]:
     return {**outputs_of(step), **({} if step.hidden is None else {HIDDEN: step.hidden})}
+
+
+def _as_run(change: Callable[[Path, onnx.ModelProto], None] | None, path: Path, model: onnx.ModelProto) -> None:
+    if change:
+        change(path, model)
+    to_running_form(path, model)
 
 
 def _of(run: Callable[[], list[dict[str, Array]]], at: int, name: str) -> Array:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import onnx
 
-from llmconv.causal_lm import context_length
+from llmconv.causal_lm import context_length, mtp_tensors
 from llmconv.checkpoint import read_json
 from llmconv.errors import UnsupportedInput
 from llmconv.files.safetensors_file import FileTensor, read_header
@@ -58,6 +59,7 @@ from llmconv.verify.other_exporters.quantized.audit import INT8, LEVEL
 from llmconv.verify.other_exporters.quantized.dequantized_reference import (
     FILES,
     QuantizedWeights,
+    StoredSmoothing,
     plain_model,
     remove_rounding,
     tied_head,
@@ -132,7 +134,8 @@ class QuantizedFolder:
         """All checks of graphs of which no two are the same bytes."""
         verified, report, options = self.verified, self.report, self.options
         model = plain_model(self.reference, stack)
-        tensors = unstacked(model.tensors)
+        heads = {*mtp_tensors(model.tensors, read_json(self.reference / "config.json"))}  # `MtpFolder` has their graph
+        tensors = unstacked({name: tensor for name, tensor in model.tensors.items() if name not in heads})
         every = EVERY if sum(prod(tensor.shape) for tensor in tensors.values()) > LARGE else 1
         options = replace(options, codes=replace(options.codes, kept=model.kept, every=every))
         if wrong := options.smoothing.check(verified.entries[0].name, tensors):
@@ -454,6 +457,60 @@ class _Copies:
         except UnsupportedInput as error:
             why = error.message
         return cls(shipped, folders[0], with_cuts(folders[-1]), sorted(rounded), why)
+
+
+@dataclass(frozen=True)
+class CodedGraphs:
+    """Audited quantized graphs that run no scenarios: without a cache, or of an MTP head."""
+
+    unrounded: VerifiedFolder  # they without the rounding of activations
+    files: Sequence[GraphFile]
+    plain: ComputedModel  # the model with plain weights
+    tensors: Mapping[str, LazyTensor]  # those, as the codes are made of them
+    smoothing: StoredSmoothing
+    stack: ExitStack
+
+    def model_of(self, files: Sequence[GraphFile], model: Any) -> ComputedModel:
+        """The model with the values of the codes of some files; `model` of its class says whether the head is tied."""
+        found, tie = [one for file in files for one in file.quantized_weights], tied_head(model, self.tensors)
+        weights = QuantizedWeights(self.plain.folder, self.tensors, found, tie, self.smoothing, self.stack)
+        return weights.dequantized()
+
+
+def audited_codes(
+    verified: VerifiedFolder,
+    reference: Path,
+    further: Mapping[str, LazyTensor],
+    options: QuantizationOptions,
+    report: Report,
+    stack: ExitStack,
+) -> Generator[list[Check], None, CodedGraphs | None]:
+    """Audits quantized graphs that run no scenarios; None if they cannot be compared, which a check says.
+
+    `further` are weights that the reference has outside of its model; `stack` keeps configurations.
+    """
+    plain = plain_model(reference, stack)
+    tensors = unstacked({**plain.tensors, **further})
+    options = replace(options, codes=replace(options.codes, kept=plain.kept))
+    if wrong := options.smoothing.check(verified.entries[0].name, tensors):
+        yield wrong
+        return None
+    tensors = options.smoothing.applied(tensors)
+    for name, graph in verified.models.items():
+        yield misplaced_codes(name, graph, verified.path)
+    config, files = read_config(reference), audited_files(verified)
+    yield from audit_graph_weights(files, tensors, config, report, options.codes)
+    for name, graph in verified.models.items():
+        checks, notes = audit_foreign_decisions(name, graph, config)
+        report.notes += notes
+        yield checks
+    copies = _Copies.of(verified, options)
+    if copies.why_rounded:
+        yield [Check("structure", files[0].name, "", verdict="skip", detail=copies.why_rounded)]
+        return None
+    settings = replace(copies.unrounded.settings, float_activations=True, prepack=True)
+    unrounded = replace(copies.unrounded, settings=settings)
+    return CodedGraphs(unrounded, files, plain, tensors, options.smoothing, stack)
 
 
 def audited_files(verified: VerifiedFolder) -> list[GraphFile]:

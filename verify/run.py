@@ -17,7 +17,7 @@ from llmconv.argument_checks import checked
 from llmconv.checkpoint import is_model_folder, open_checkpoint
 from llmconv.convert.adapter_file import lora_factors
 from llmconv.convert.opening_adapters import is_for_peft
-from llmconv.errors import LlmconvError, UnsupportedInput, UsageProblem, listing
+from llmconv.errors import LlmconvError, UsageProblem, listing
 from llmconv.export.rewrite.running_form import may_change
 from llmconv.files.paths import Written
 from llmconv.files.safetensors_file import FileTensor
@@ -70,7 +70,7 @@ from llmconv.verify.quantized_cache import CodedFolder, recorded_text
 from llmconv.verify.quantized_folder import QuantizedFolder, is_quantized, shipped_runner
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.report.files import reporter
-from llmconv.verify.results import LINE_LIMIT, WHOLE, Check, Report, clean
+from llmconv.verify.results import LINE_LIMIT, WHOLE, Report, clean
 from llmconv.verify.scenarios.selection import Budget, Selection
 from llmconv.verify.single_pass import SinglePassFolder
 from llmconv.verify.verification import Checking, OnChecks, Session
@@ -324,18 +324,24 @@ def checked_folder(folder: GraphFolder, choices: Choices) -> Report:
         else:
             checks = floats.checks(choices.method, choices.eager, choices.low_memory)
         has_codes = bool(coded) or is_quantized(verified.models)
-        checks = _in_turn(checks, floats, choices.clients, rest, has_codes=has_codes)
-        return folder.session.run(folder.report, checks if mtp is None else _then(checks, mtp), most_precise)
+        checks = _in_turn(checks, floats, choices.clients, rest, cost, has_codes=has_codes)
+        return folder.session.run(folder.report, checks if mtp is None else _then(checks, mtp, cost), most_precise)
 
 
-def _then(checks: Checking, mtp: MtpFolder) -> Checking:
+def _then(checks: Checking, mtp: MtpFolder, cost: QuantizationOptions) -> Checking:
     found = yield from checks
-    yield from mtp.checks()
+    yield from mtp.checks(cost)
     return found
 
 
 def _in_turn(
-    checks: Checking, folder: FloatFolder, clients: Sequence[Client], rest: SinglePassFolder | None, *, has_codes: bool
+    checks: Checking,
+    folder: FloatFolder,
+    clients: Sequence[Client],
+    rest: SinglePassFolder | None,
+    cost: QuantizationOptions,
+    *,
+    has_codes: bool,
 ) -> Checking:
     """The checks of the graphs, of tokens that clients generate, of GenAI's configuration, of graphs without a cache.
 
@@ -357,11 +363,8 @@ def _in_turn(
     own = verified.path if (verified.path / "config.json").is_file() else reference
     if fields := field_checks(verified.path, verified.models, own):
         yield fields
-    if rest and is_quantized(rest.verified.models):
-        detail = "quantized weights of graphs without a cache are not compared"
-        yield [Check("weights", name, "", verdict="skip", detail=detail) for name in rest.verified.models]
-    elif rest:
-        yield from rest.checks(alone=False)
+    if rest:
+        yield from rest.checks(cost, alone=False)
     judged = any(check.graph.endswith(AS_RUN) for check in folder.report.checks)
     if not judged and any(map(may_change, verified.models.values())):
         folder.report.unseen.append(
@@ -405,15 +408,11 @@ def _checked_alone(folder: GraphFolder, rest: SinglePassFolder | None, choices: 
             f"`{option}` applies to graphs with a cache, and this folder has none", hint=f"leave out `{option}`"
         )
     assert rest
-    if is_quantized(rest.verified.models):
-        raise UnsupportedInput(
-            f"`{rest.verified.entries[0].name}` has quantized weights, which `verify` compares in graphs with a cache",
-            hint="verify an export of the same model without `--no-cache` and `--task`: its codes are the same",
-        )
+    cost = _cost_options(rest.verified, choices, None)
     with ExitStack() as stack:
         if choices.record:
             stack.enter_context(recording(Judged.of_graphs(rest.verified), rest.reference, rest.report))
-        return rest.session.run(folder.report, _alone(rest))
+        return rest.session.run(folder.report, _alone(rest, cost))
 
 
 def _with(verified: VerifiedFolder, rest: SinglePassFolder | MtpFolder | None) -> VerifiedFolder:
@@ -423,8 +422,8 @@ def _with(verified: VerifiedFolder, rest: SinglePassFolder | MtpFolder | None) -
     return replace(verified, entries=[*verified.entries, *other.entries], models={**verified.models, **other.models})
 
 
-def _alone(rest: SinglePassFolder) -> Checking:
-    yield from rest.checks(alone=True)
+def _alone(rest: SinglePassFolder, cost: QuantizationOptions) -> Checking:
+    yield from rest.checks(cost, alone=True)
     return None, rest.verified
 
 

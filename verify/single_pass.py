@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from math import erf
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
 from llmconv.causal_lm import length_of, length_switch
@@ -28,7 +28,7 @@ from llmconv.files.safetensors_file import FileTensor, read_header
 from llmconv.memory import raise_if_out_of_memory
 from llmconv.output.manifest import GraphEntry
 from llmconv.runtime.eager.limit_margins import Float64Casts
-from llmconv.runtime.eager.stored_tensors import require_loaded
+from llmconv.runtime.eager.stored_tensors import require_loaded, stored_tensors
 from llmconv.runtime.extra_inputs import POSITIONS
 from llmconv.runtime.library_patches import reset_dynamic_rope, silence_kernel_hints, use_eager_experts
 from llmconv.runtime.onnxruntime.graph import SinglePassGraph
@@ -39,6 +39,9 @@ from llmconv.verify.audit.structure import dead_inputs
 from llmconv.verify.audit.weights import WeightSource, audit_files, audit_graph_files, audit_weights, span_of
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.comparison.candidates import fold
+from llmconv.verify.other_exporters.quantized_verdict import QuantizationOptions
+from llmconv.verify.quantized_folder import audited_codes, is_quantized
+from llmconv.verify.reference.eager import ComputedModel
 from llmconv.verify.reference.other_roundings import SCALINGS, SEEDS, hidden_faults, nudged
 from llmconv.verify.results import Check, Checks, Report, problem_of
 from llmconv.verify.scenarios.calls import windows_of
@@ -59,21 +62,40 @@ class SinglePassFolder:
     session: Session
     allow_changed: bool
 
-    def checks(self, *, alone: bool) -> Checks:
-        """All checks; `alone` if the folder has no other graphs, whose audit checks the weight files."""
+    def checks(self, cost: QuantizationOptions, *, alone: bool) -> Checks:
+        """All checks; `alone` if the folder has no other graphs, whose audit checks the weight files.
+
+        `cost` has what codes and factors must be, where weights are quantized.
+        """
         folder, models = self.verified.path, self.verified.models
         checks, notes = audit_graph_files(folder, self.verified.entries, models, allow_changed=self.allow_changed)
         self.report.notes += notes
         yield [check for check in checks if alone or check.verdict != "skip"]
         if alone:
             yield audit_files(folder)
+        self.report.unseen += hidden_faults(SCALINGS, self.reference)
+        if is_quantized(models):
+            with ExitStack() as stack:
+                yield from self._quantized(cost, stack)
+            return
         source = self._weights()
         yield [audit_weights(name, model, source)[0] for name, model in models.items()]
         config = read_config(self.reference)
         yield [audit_decisions(name, model, config) for name, model in models.items()]
-        self.report.unseen += hidden_faults(SCALINGS, self.reference)
         for entry in self.verified.entries:
-            yield from self._graph(entry)
+            yield from self._graph(entry, TaskReference(self.reference, entry.role))
+
+    def _quantized(self, options: QuantizationOptions, stack: ExitStack) -> Checks:
+        """Audits codes, and compares the graphs with the model of the same codes; `stack` keeps its configuration."""
+        further = Modules(self.reference).tensors()
+        coded = yield from audited_codes(self.verified, self.reference, further, options, self.report, stack)
+        if coded is None:
+            return
+        self.report.unseen.append("the cost of quantization, which is measured in graphs with a cache")
+        runs = replace(self, verified=coded.unrounded)
+        for entry, file in zip(self.verified.entries, coded.files, strict=True):
+            weights = coded.model_of([file], empty_model(coded.plain.folder, entry.role))
+            yield from runs._graph(entry, TaskReference(self.reference, entry.role, weights))
 
     def _weights(self) -> WeightSource:
         source = WeightSource.of(self.verified.path, self.reference)
@@ -85,14 +107,13 @@ class SinglePassFolder:
             stored={**source.stored, **own},
         )
 
-    def _graph(self, entry: GraphEntry) -> Checks:
+    def _graph(self, entry: GraphEntry, reference: TaskReference) -> Checks:
         blank = Check("structure", entry.name, "")
         try:
             graph = SinglePassGraph(self.verified.path / entry.files[0], self.verified.settings)
         except LlmconvError as error:
             yield [replace(blank, verdict="fail", detail=problem_of(error))]
             return
-        reference = TaskReference(self.reference, entry.role)
         takes_positions = POSITIONS in graph.inputs
         suite, pools = self.session.selection.suite, entry.role in {"embed", "classify", "rerank"}
         texts, left = batches(reference.limits, suite, pools=pools, takes_positions=takes_positions)
@@ -148,13 +169,16 @@ PER_TOKEN = {"scoring": {"logits"}, "embed": {HIDDEN}}
 
 
 class TaskModel:
-    """The transformers model of a graph's role, in `float64` or `float32`; InputRefused if it cannot be loaded."""
+    """The transformers model of a graph's role, in `float64` or `float32`; InputRefused if it cannot be loaded.
 
-    def __init__(self, folder: Path, role: str, dtype: str) -> None:
+    `computed` has its configuration and weights, if they are not those of the folder.
+    """
+
+    def __init__(self, folder: Path, role: str, dtype: str, computed: ComputedModel | None = None) -> None:
         transformers_logging.disable_progress_bar()
         silence_kernel_hints()
         self.role, self.dtype, self.modules = role, dtype, Modules(folder)
-        self.model = _loaded(folder, role)
+        self.model = _loaded(folder, role, computed)
         use_eager_experts(self.model)
         self.model = (self.model.double() if dtype == "float64" else self.model).eval()
         self._takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
@@ -188,13 +212,18 @@ def as_rows(role: str, name: str, array: Array) -> Array:
     return array if name in PER_TOKEN.get(role, ()) else array.reshape(len(array), 1, -1)
 
 
-def _loaded(folder: Path, role: str) -> Any:
-    options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
-    stored = open_weights(folder)
+def _loaded(folder: Path, role: str, computed: ComputedModel | None) -> Any:
+    options: dict[str, Any] = {"local_files_only": True, "attn_implementation": "eager", "dtype": torch.float32}
+    stored = open_weights(folder) if computed is None else computed.tensors
     try:
-        model, report = CLASSES[role].from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, **options
-        )
+        if computed is None:
+            options |= {"trust_remote_code": False, "use_safetensors": True}
+            source, path = CLASSES[role], folder
+        else:
+            source, config = _class_of(computed.folder, role)
+            options |= {"config": config, "state_dict": stored_tensors(stored, torch.float32)}
+            path = None
+        model, report = source.from_pretrained(path, output_loading_info=True, **options)
     except LlmconvError:
         raise
     except Exception as error:  # an invalid config may raise anything in the model's code
@@ -207,12 +236,28 @@ def _loaded(folder: Path, role: str) -> Any:
     return model
 
 
-class TaskReference:
-    """The model of a task (the graph's role), exact and in float32, and the rounding noise between the two."""
+def _class_of(folder: Path, role: str) -> tuple[Any, Any]:
+    """The class of a role in transformers for the configuration of a folder, and the configuration."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return CLASSES[role]._model_mapping[type(config)], config
 
-    def __init__(self, folder: Path, role: str) -> None:
+
+def empty_model(folder: Path, role: str) -> Any:
+    """The model of a role without weights, on the meta device."""
+    source, config = _class_of(folder, role)
+    with torch.device("meta"):
+        return source(config)
+
+
+class TaskReference:
+    """The model of a task (the graph's role), exact and in float32, and the rounding noise between the two.
+
+    `computed` as `TaskModel` has it.
+    """
+
+    def __init__(self, folder: Path, role: str, computed: ComputedModel | None = None) -> None:
         self._role = role
-        self._exact, self._rounded = (TaskModel(folder, role, dtype) for dtype in ("float64", "float32"))
+        self._exact, self._rounded = (TaskModel(folder, role, dtype, computed) for dtype in ("float64", "float32"))
         self._floor = NoiseFloor("float32", int(getattr(self._config, "hidden_size", 0) or 0))
 
     @property

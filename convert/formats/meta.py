@@ -250,7 +250,11 @@ def check_shapes(path: Path, shards: Sequence[Mapping[str, LazyTensor]], params:
     head_dim = dim // int(params["n_heads"])
     queries = shards[0]["layers.0.attention.wq.weight"].shape
     if len(queries) != 2 or queries[1] != dim or queries[0] * count != dim:
-        need = f"expected {dim // queries[0]} shards" if queries[0] and not dim % queries[0] else "which is impossible"
+        need, whole = "which is impossible", dim // queries[0] if queries[0] and not dim % queries[0] else 0
+        if whole:
+            need = f"expected {whole} shards"
+            need += f": those of the ranks {count} to {whole - 1} are missing" if whole > count + 1 else ""
+            need += f": that of rank {count} is missing" if whole == count + 1 else ""
         raise MalformedInput(
             f"`{path.name}` has {count} shards with query rows {list(queries)} for `dim` {dim}; {need}",
             hint="a shard is missing or superfluous, or `params.json` belongs to another model",

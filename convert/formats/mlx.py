@@ -33,7 +33,13 @@ EXPERTS = {
     "block_sparse_moe.switch_mlp.up_proj": "block_sparse_moe.experts.{}.w3",
     "block_sparse_moe.switch_mlp.down_proj": "block_sparse_moe.experts.{}.w2",
     **{f"mlp.switch_mlp.{one}_proj": f"mlp.experts.{{}}.{one}_proj" for one in ("gate", "up", "down")},
+    **{
+        f"feed_forward.switch_mlp.{one}_proj": f"feed_forward.experts.{{}}.{one}_proj" for one in ("gate", "up", "down")
+    },
+    "mixer.switch_mlp.fc1": "mixer.experts.{}.up_proj",  # Nemotron-H
+    "mixer.switch_mlp.fc2": "mixer.experts.{}.down_proj",
 }
+MULTIPLIED = ("falcon_h1",)  # model types whose multipliers mlx-lm has in the weights, so that updates are of others
 FIRST_ALPHA = 0.1  # of mlx-vlm's first kind, where its config has none
 EXPERTS_LIMIT = 4096  # more experts than any layer has
 POSITIONS = ("wpe.weight", "embed_positions.weight")
@@ -71,6 +77,12 @@ def open_mlx_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -
         raise UnsupportedInput(
             f"`{folder.name}` has the unsupported `fine_tune_type` {str(kind)[:40]!r}",
             hint="lora, dora and full are supported",
+        )
+    if (model := base.config.get("model_type")) in MULTIPLIED:
+        raise UnsupportedInput(
+            f"`{folder.name}` is of a {model}, whose multipliers mlx-lm multiplies into the weights: the same factors "
+            "are another update of the released ones",
+            hint="run it with mlx-lm, or train an adapter with PEFT",
         )
     own = _parameters(fields, alpha)
     factors, others = _factors(tensors, str(kind), folder.name)

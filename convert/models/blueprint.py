@@ -368,10 +368,6 @@ def refuse_gaps(missing: Sequence[str], unexpected: Sequence[str], model_type: s
 MLLAMA_ROWS = 8  # of the embedding after the vocabulary (`MllamaTextModel`)
 
 
-def _is_taller(found: Sequence[int], wanted: Sequence[int]) -> bool:
-    return found[0] > wanted[0] and found[1] == wanted[1]
-
-
 def _shape_hint(name: str, found: Sequence[int], wanted: Sequence[int]) -> str:
     if 0 in found:
         return NOT_GATHERED
@@ -380,17 +376,22 @@ def _shape_hint(name: str, found: Sequence[int], wanted: Sequence[int]) -> str:
             f"`resize_token_embeddings` drops the {MLLAMA_ROWS} rows that a mllama's embedding has after its words, "
             f"and transformers cannot load it either; copy its rows into one of {wanted[0]}, and save the model again"
         )
-    if name.endswith((*EMBEDDINGS, *HEADS)) and len(found) == len(wanted) == 2 and _is_taller(found, wanted):
-        return more_rows(found[0], wanted[0])
+    if name.endswith((*EMBEDDINGS, *HEADS)) and len(found) == len(wanted) == 2 and found[1] == wanted[1]:
+        return other_rows(found[0], wanted[0])
     return ANOTHER
 
 
-def more_rows(found: int, wanted: int) -> str:
-    """The hint for an embedding or a head with more rows than `vocab_size`."""
+def other_rows(found: int, wanted: int) -> str:
+    """The hint for an embedding or a head with more or fewer rows than `vocab_size`."""
+    to_keep = f'`llmconv to-hf FOLDER --config FILE -o OUT` with FILE of `{{"vocab_size": {found}}}`'
+    if found < wanted:
+        return (
+            f"{wanted - found} rows fewer than `vocab_size`: the configuration is from before the vocabulary was cut, "
+            f"or files of ranks are missing; if the rows are all, {to_keep}"
+        )
     return (
         f"{found - wanted} rows more than `vocab_size`: added tokens, or padding (Megatron's), which is better saved "
-        f"without; to keep all rows, `llmconv to-hf FOLDER --config FILE -o OUT` with FILE of "
-        f'`{{"vocab_size": {found}}}`'
+        f"without; to keep all rows, {to_keep}"
     )
 
 

@@ -82,12 +82,13 @@ def select(
         if not buffers and is_buffer(name, len(value.shape) if isinstance(value, Leaf) else -1):
             continue
         if isinstance(value, Stub) or name in tensors:
-            problem = (
-                "is a duplicate key" if name in tensors else "is an object that was not rebuilt, not a plain tensor"
-            )
-            raise UnsupportedInput(
-                f"`{name}` in `{source}` {problem}", hint="save a full (unsharded, unquantized) state dict"
-            )
+            if name in tensors:
+                problem = f"is there twice, a duplicate key: as `{key}`, too"
+                hint = "two models, or two versions of one, are mixed in these files; save the `state_dict()` of one"
+            else:
+                problem = "is an object that was not rebuilt, not a plain tensor"
+                hint = "save a full (unsharded, unquantized) state dict"
+            raise UnsupportedInput(f"`{name}` in `{source}` {problem}", hint=hint)
         if isinstance(value, Leaf):
             tensors[name] = tensor(name, value)
         else:

@@ -38,8 +38,8 @@ from llmconv.cli.options import option
 )
 @option(
     "--quant",
-    "Codes of a GGUF file: their values (default), or the same codes as those of compressed-tensors. Of a quantized "
-    "Hugging Face folder: their values.",
+    "Codes of a GGUF file: their values (default), or the same codes as those of compressed-tensors. A quantized "
+    "Hugging Face folder keeps them unless their values are asked for.",
     ["dequantize", "keep"],
 )
 @option("--strategy PATH", "Strategy file or folder of a MindFormers run.  [default: next to the rank folders]")

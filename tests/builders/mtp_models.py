@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,22 @@ def save_with_head(folder: Path, kind: str, **changes: Any) -> State:
     state |= zip(names[4:], (state["model.embed_tokens.weight"].clone(), state["lm_head.weight"].clone()), strict=False)
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     return {name: one for name, one in state.items() if name.startswith(("mtp.", f"model.layers.{layers}."))}
+
+
+def to_float8(folder: Path, block: int = 16) -> None:
+    """Makes the projections of a folder codes, as DeepSeek's `fp8_cast`: float8 and a scale for each block."""
+    config = json.loads((folder / "config.json").read_text())
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    config["quantization_config"] = {**settings, "weight_block_size": [block, block]}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("proj.weight") and "eh_proj" not in name]:
+        weight = tensors[name]
+        rows, columns = (-(-size // block) for size in weight.shape)
+        padded = torch.zeros(rows * block, columns * block)
+        padded[: weight.shape[0], : weight.shape[1]] = weight
+        blocks = padded.view(rows, block, columns, block)
+        scales = blocks.abs().amax((1, 3)).clamp(min=1e-8) / 448
+        codes = (blocks / scales[:, None, :, None]).reshape(padded.shape)[: weight.shape[0], : weight.shape[1]]
+        tensors |= {name: codes.to(torch.float8_e4m3fn).contiguous(), f"{name}_scale_inv": scales}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

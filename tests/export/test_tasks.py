@@ -108,7 +108,7 @@ def test_a_scoring_graph_takes_tokens_and_returns_logits(tmp_path: Path) -> None
         {"stages": 2},
         {"layout": "genai"},
         {"cache": "shared-buffer"},
-        {"quant": "int4"},
+        {"quant": "int4", "calibrate": "default"},
         {"precision": "float16"},
         {"last_logits": True},
         {"target": "ort-cpu"},

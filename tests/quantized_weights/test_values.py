@@ -54,8 +54,22 @@ def test_to_hf_writes_the_values(name: str, tmp_path: Path) -> None:
         assert str(rounded[weight].dtype) in {f"torch.{config.get('dtype')}", f"torch.{config.get('torch_dtype')}"}
 
 
+@pytest.mark.parametrize("name", BASES)
+def test_to_hf_shards_codes_anew_without_a_change(name: str, tmp_path: Path) -> None:
+    to_hf(FOLDER / name, tmp_path / "out", max_shard_size="20KB")
+    before, after = stored(FOLDER / name), stored(tmp_path / "out")
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1 and before.keys() == after.keys()
+    for key, tensor in before.items():
+        bits = [one.reshape(-1).view(torch.uint8) for one in (tensor, after[key])]
+        assert (tensor.dtype, tensor.shape) == (after[key].dtype, after[key].shape) and torch.equal(*bits)
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (FOLDER / name, tmp_path / "out")]
+    assert configs[1]["quantization_config"] == configs[0].get("quantization_config", configs[1]["quantization_config"])
+    for file in ("hf_quant_config.json", "quantize_config.json"):
+        assert (FOLDER / name / file).is_file() == (tmp_path / "out" / file).is_file()
+
+
 def test_codes_stay_codes_unless_their_values_are_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedInput, match="its codes have no other element type") as error:
+    with pytest.raises(UnsupportedInput, match="its codes have no other type") as error:
         to_hf(FOLDER / "fp8_blocks", tmp_path / "out", dtype="bfloat16")
     assert "--quant dequantize" in str(error.value.hint)
     with pytest.raises(UsageProblem, match="is not quantized"):

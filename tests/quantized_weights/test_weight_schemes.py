@@ -249,6 +249,7 @@ def test_parts_of_modelopt_that_do_not_fit_are_refused(
 
 
 OWN = {"quant_method": "auto-round", "data_type": "int", "group_size": 32}
+BY_PATTERN = {"extra_config": {r".*\.down_pr": {"bits": 4}, r"down_proj$": {"bits": 2}, "lm_head": {"bits": 16}}}
 NAMED = {"extra_config": {"lm_head": {"bits": 16, "data_type": "float"}, DOWN: {"bits": 4}}}
 
 
@@ -259,6 +260,7 @@ NAMED = {"extra_config": {"lm_head": {"bits": 16, "data_type": "float"}, DOWN: {
         ("gptq_4bit_sym", {"packing_format": "auto_round:auto_gptq", "bits": 4, "sym": True}),
         ("gptq_8bit_v2", {"packing_format": "auto_round", "bits": 8, "sym": False}),
         ("gptq_4bit_sym", {"packing_format": "auto_round:auto_gptq", "bits": 8, "sym": True, **NAMED}),
+        ("gptq_4bit_sym", {"packing_format": "auto_round:auto_gptq", "bits": 8, "sym": True, **BY_PATTERN}),
     ],
 )
 def test_layouts_of_auto_round_are_those_of_gptq_and_awq(
@@ -273,6 +275,11 @@ def test_layouts_of_auto_round_are_those_of_gptq_and_awq(
         kept = {one: tensor for one, tensor in stored(folder).items() if one not in others or one.startswith(DOWN)}
         save_file(kept, folder / "model.safetensors", {"format": "pt"})
     assert np.array_equal(opened(folder).plain[name].read(), expected.plain[name].read())
+
+
+def test_a_pattern_of_auto_round_that_takes_too_long_is_refused(changed: Callable[..., Path]) -> None:
+    with pytest.raises(MalformedInput, match="has the pattern"):
+        opened(changed("autoround_asym", extra_config={r"(.*)*(.*)*(.*)*(\w+\.)+$$x": {"bits": 4}, "(": {"bits": 4}}))
 
 
 @pytest.mark.parametrize(

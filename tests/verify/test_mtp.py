@@ -15,10 +15,11 @@ from onnx import helper, numpy_helper
 from llmconv.export import export
 from llmconv.verify import verify
 from llmconv.verify.graph_folder import GraphFolder
+from llmconv.verify.other_exporters.quantized_verdict import QuantizationOptions
 from llmconv.verify.results import WHOLE, Check
 from llmconv.verify.scenarios.selection import Selection
 from llmconv.verify.verification import Session
-from tests.builders.mtp_models import save_with_head
+from tests.builders.mtp_models import save_with_head, to_float8
 from tests.builders.slow_rows import slow_but
 
 Change = Callable[[onnx.GraphProto], None]
@@ -41,7 +42,7 @@ def judged(folder: Path) -> list[Check]:
     report.method = WHOLE
     head = opened.mtp_head()
     assert head
-    return [check for checks in head.checks() for check in checks]
+    return [check for checks in head.checks(QuantizationOptions()) for check in checks]
 
 
 def named(graph: onnx.GraphProto, end: str) -> Any:
@@ -110,6 +111,23 @@ def test_a_right_export_passes_and_is_recorded(kind: str, tmp_path: Path) -> Non
     assert report.verdict == "pass", report.checks
     assert {"mtp.onnx", "mtp.onnx, as run"} <= {check.graph for check in report.checks if check.name == "MTP head"}
     assert '"mtp.onnx": "' in (tmp_path / kind / "llmconv.json").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["glm4_moe"])
+def test_a_head_of_codes_is_compared_with_the_values_of_the_codes(kind: str, tmp_path: Path) -> None:
+    save_with_head(tmp_path / kind, kind)
+    to_float8(tmp_path / kind)
+    export(tmp_path / kind, tmp_path / "made", unified=True, mtp=True)
+    report = verify(tmp_path / "made", reference=tmp_path / kind)
+    assert report.verdict == "pass" and {check.verdict for check in report.checks if check.name == "MTP head"} == {
+        "pass"
+    }
+    path = tmp_path / "made/mtp.onnx"
+    graph = onnx.load(path, load_external_data=False)
+    norms_exchanged(graph.graph)
+    onnx.save(graph, path)
+    assert verify(tmp_path / "made", reference=tmp_path / kind, allow_changed=True).verdict == "fail"
 
 
 def test_selected_scenarios_leave_the_head_out_and_say_so(folder: Path) -> None:

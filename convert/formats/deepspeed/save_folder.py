@@ -269,7 +269,8 @@ def parameter(save: Save, flat: LazyTensor, shape: tuple[int, ...], start: int =
 def _mismatch(save: Save, problem: str) -> MalformedInput:
     return MalformedInput(
         f"`{save.name}` has {problem}",
-        hint="files of two saves are mixed, or the weights were kept elsewhere (NVMe); copy the folder again",
+        hint="files of the last ranks are missing, those of two saves are mixed, or the weights were kept elsewhere "
+        "(NVMe); copy the folder again",
     )
 
 

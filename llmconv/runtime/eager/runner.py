@@ -46,7 +46,7 @@ from llmconv.quantized_weights.quantized_checkpoint import FIELD, is_mlx, unsupp
 from llmconv.runtime.custom_code import custom_classes, custom_code_errors, uses_custom_code
 from llmconv.runtime.eager.cache import EagerCache, fresh_cache, restore, to_numpy
 from llmconv.runtime.eager.limit_margins import Float64Casts, LimitMargins
-from llmconv.runtime.eager.stored_tensors import ScaleFactors, require_loaded, stored_tensors
+from llmconv.runtime.eager.stored_tensors import ScaleFactors, require_loaded, require_vocabulary, stored_tensors
 from llmconv.runtime.extra_inputs import (
     DEEPSTACK,
     DEEPSTACK_LAYERS,
@@ -150,6 +150,7 @@ class EagerRunner(Runner):
             settings = read_json(folder / "config.json").get(FIELD)
             if is_mlx(settings) and (problem := unsupported({FIELD: settings})):
                 raise problem from error  # transformers says only that a field is missing
+            require_vocabulary(open_weights(folder) if self._given is None else self._given, fields, folder)
             hint = "the folder needs config.json and safetensors weights of a causal language model"
             raise InputRefused(f"transformers cannot load `{folder}`: {first_line(error)}", hint=hint) from error
         return self._ready(with_adapter(model, self._adapter) if self._adapter else model)

@@ -163,6 +163,22 @@ def require_loaded(model: Any, report: Mapping[str, Any], stored: Mapping[str, L
         raise MalformedInput(f"{problem} explains them: {listed}", hint=hint)
 
 
+def require_vocabulary(stored: Mapping[str, LazyTensor], config: Mapping[str, Any], folder: Path) -> None:
+    """Raises MalformedInput if an embedding or a head of tokens does not have `vocab_size` rows."""
+    text = config.get("text_config")
+    size = (text if isinstance(text, Mapping) else config).get("vocab_size")
+    for name, tensor in stored.items():
+        if type(size) is int and name.endswith(OF_TOKENS) and tensor.shape[:1] != (size,):
+            raise MalformedInput(
+                f"`{name}` in `{folder}` has {list(tensor.shape)[:1]} rows, its `vocab_size` is {size}",
+                hint="rows were added, cut or padded after the configuration was saved: give theirs; if "
+                "the rows are all, `llmconv to-hf FOLDER --config FILE -o OUT` with FILE of the right `vocab_size`",
+            )
+
+
+OF_TOKENS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight", "lm_head.weight")
+
+
 def copies_of(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """Stored names to another one that fills the same tensor of a model, which transformers would take or overwrite.
 

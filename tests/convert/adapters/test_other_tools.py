@@ -13,10 +13,11 @@ import pytest
 import yaml
 from safetensors.numpy import load_file, save_file
 
-from llmconv.checkpoint import open_checkpoint
+from llmconv.checkpoint import SINGLE, open_checkpoint
 from llmconv.convert import merge_lora, to_hf
 from llmconv.convert.adapters.lora_config import REFUSED
 from llmconv.convert.formats import adapter_format, adapter_formats
+from llmconv.convert.formats.mlx import open_mlx_adapter
 from llmconv.convert.inspection import inspect
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem
 
@@ -204,6 +205,37 @@ def test_values_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 def test_whole_weights_of_a_model_that_mlx_keeps_otherwise_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedInput, match=r"whole weights .* of a gpt2"):
         merge_lora(base_of("mlx/gpt2_lora"), [FIXTURES / "mlx/llama_full"], tmp_path / "merged")
+
+
+def test_an_update_of_weights_that_mlx_multiplied_is_refused(tmp_path: Path) -> None:
+    base = Path(shutil.copytree(base_of("mlx/llama_lora"), tmp_path / "base"))
+    config = json.loads((base / "config.json").read_text()) | {"model_type": "falcon_h1"}
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedInput, match="is of a falcon_h1, whose multipliers"):
+        open_mlx_adapter(FIXTURES / "mlx/llama_lora", open_checkpoint(base))
+
+
+@pytest.mark.parametrize("kind", ["jamba", "nemotron_h"])
+def test_experts_of_mlx_have_the_names_of_the_files(kind: str, tmp_path: Path) -> None:
+    """As `sanitize` of mlx-lm's `jamba.py` and `nemotron_h.py` stacks them."""
+    module, names = {
+        "jamba": ("model.layers.1.feed_forward.switch_mlp.up_proj", "model.layers.1.feed_forward.experts.{}.up_proj"),
+        "nemotron_h": ("backbone.layers.1.mixer.switch_mlp.fc2", "backbone.layers.1.mixer.experts.{}.down_proj"),
+    }[kind]
+    random = np.random.default_rng(0)
+    first, second = (random.standard_normal(shape).astype(np.float32) for shape in ((3, 2, 8), (3, 6, 2)))
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "config.json").write_text(json.dumps({"model_type": kind}))
+    save_file({f"{names.format(one)}.weight": np.ones((6, 8), np.float32) for one in range(3)}, base / SINGLE)
+    adapter = mlx(tmp_path / "adapter", **parameters(rank=2, scale=3.0))
+    save_file({f"{module}.lora_a": first, f"{module}.lora_b": second}, adapter / "adapters.safetensors")
+    found = open_mlx_adapter(adapter, open_checkpoint(base))
+    assert sorted(found.pairs) == [names.format(one) for one in range(3)]
+    for one in range(3):
+        pair = found.pairs[names.format(one)]
+        assert np.array_equal(pair.a.read(), first[one]) and np.array_equal(pair.b.read(), second[one])
+        assert found.config.scale(names.format(one), 2) == 3.0
 
 
 def test_dora_of_mlx_on_an_embedding_is_refused(tmp_path: Path) -> None:

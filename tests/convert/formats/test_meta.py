@@ -246,7 +246,7 @@ def test_a_gap_in_the_shards_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_missing_last_shard_is_refused(meta: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(meta / "llama2_gqa_mp2_bf16", tmp_path / "x")
     (folder / "consolidated.01.pth").unlink()
-    with pytest.raises(MalformedInput, match="has 1 shards .*; expected 2 shards"):
+    with pytest.raises(MalformedInput, match="has 1 shards .*; expected 2 shards: that of rank 1 is missing"):
         to_hf(folder, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 

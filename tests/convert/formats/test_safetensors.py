@@ -346,10 +346,10 @@ def test_a_hugging_face_folder_is_sharded_anew_and_joined_again(tmp_path: Path, 
     )
 
 
-def test_a_quantized_folder_is_not_cast(tmp_path: Path, folder: Path) -> None:
+def test_a_folder_that_is_said_to_be_quantized_is_not_cast(tmp_path: Path, folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq"}}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedInput, match="is quantized"):
+    with pytest.raises(MalformedInput, match="no weight in its files is quantized"):
         to_hf(folder, tmp_path / "hf", dtype="float16")
 
 
@@ -454,6 +454,37 @@ def test_files_of_ranks_that_do_not_fit_are_refused(of_ranks: tuple[Path, Any], 
     save_file(load_file(folder / RANKS[1]), folder / RANKS[1], {"format": "pt"})
     with pytest.raises(MalformedInput, match="does not say in `DCP_SHARDING_INFO` which part"):
         open_training(folder)
+
+
+@pytest.mark.parametrize("prefix", ["model.", "_orig_mod."])
+def test_weights_under_two_names_are_called_so(prefix: str, tmp_path: Path) -> None:
+    """With and without the model's own prefix, or that of a trainer's wrapper, and with other values."""
+    built("llama").save_pretrained(tmp_path / "twice")
+    weights = load_file(tmp_path / "twice/model.safetensors")
+    of_other = {
+        name.removeprefix("model.") if prefix == "model." else prefix + name: one + 1 for name, one in weights.items()
+    }
+    torch.save({**of_other, **weights}, tmp_path / "twice.pt")
+    with pytest.raises(InputRefused, match="twice") as caught:
+        to_hf(tmp_path / "twice.pt", tmp_path / "x", config=[tmp_path / "twice/config.json"])
+    assert "two versions of one" in caught.value.hint
+    if prefix == "model.":
+        save_file({**of_other, **weights}, tmp_path / "twice/model.safetensors", {"format": "pt"})
+        with pytest.raises(InputRefused, match="twice, under two names"):
+            export(tmp_path / "twice", dry_run=True)
+
+
+def test_fewer_rows_than_the_vocabulary_are_refused_with_their_number(tmp_path: Path) -> None:
+    model = built("llama")
+    model.save_pretrained(tmp_path / "cut")
+    weights = load_file(tmp_path / "cut/model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = weights[name][:60].clone()
+    save_file(weights, tmp_path / "cut/model.safetensors", {"format": "pt"})
+    for run in (lambda: to_hf(tmp_path / "cut", tmp_path / "x", dtype="bfloat16"), lambda: export(tmp_path / "cut")):
+        with pytest.raises(MalformedInput, match="shape mismatch for") as caught:
+            run()
+        assert "4 rows fewer than `vocab_size`" in caught.value.hint and '`{"vocab_size": 60}`' in caught.value.hint
 
 
 def test_rows_beyond_the_vocabulary_are_refused_with_the_way_to_keep_them(tmp_path: Path) -> None:

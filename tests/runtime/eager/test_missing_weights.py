@@ -42,6 +42,14 @@ def test_generate_on_the_eager_model_is_refused(without_a_norm: Path) -> None:
         TextModel.open(without_a_norm, backend="torch")
 
 
+@pytest.mark.parametrize("size", [1, 9999])
+def test_rows_that_are_not_those_of_the_vocabulary_are_named(size: int, talking: Path, tmp_path: Path) -> None:
+    folder = _changed(talking, tmp_path, {"vocab_size": size})
+    for runner in (EagerRunner, StreamedRunner):
+        with pytest.raises(MalformedInput, match=rf"weight` .* rows, its `vocab_size` is {size}"):
+            runner(folder)
+
+
 def test_the_weights_of_another_family_are_refused(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(tiny("llama"), tmp_path / "model")
     config = json.loads((tiny("gpt2") / "config.json").read_text())

@@ -280,13 +280,6 @@ def test_a_module_that_verify_does_not_know_is_refused(qwen: Path, tmp_path: Pat
         verify(folder)
 
 
-@pytest.mark.slow
-def test_codes_of_a_graph_without_a_cache_are_not_called_another_model(tmp_path: Path) -> None:
-    export(QUANTIZED / "gptq_4bit_sym", tmp_path / "made", no_cache=True)
-    with pytest.raises(UnsupportedInput, match="has quantized weights, which `verify` compares in graphs with a cache"):
-        verify(tmp_path / "made", reference=QUANTIZED / "gptq_4bit_sym")
-
-
 def test_the_plain_copy_of_a_quantized_model_takes_its_further_chat_templates(tmp_path: Path) -> None:
     folder = shutil.copytree(QUANTIZED / "gptq_4bit_sym", tmp_path / "base")
     write_small(folder, {"additional_chat_templates/tool_use.jinja": b"tools"})
