@@ -105,7 +105,7 @@ def test_the_declared_size_is_never_more_than_the_content(
 ) -> None:
     (tmp_path / "a").write_bytes(compress(content))
     with open(tmp_path / "a", "rb") as file:
-        codec = find_codec(file, "a")
+        codec = find_codec(file, Path("a"))
         assert codec is not None
         assert codec.declared(file) == (0 if compress in (bz2.compress, zstd_unsized, lzma_alone) else len(content))
     assert unpacked(tmp_path / "a").read_bytes() == content
