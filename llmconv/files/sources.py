@@ -80,8 +80,8 @@ def from_hub(address: HubAddress, headers_in: Path | None = None) -> Path:
 
         why = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else "the hub cannot be reached"
         absent = f"`{address.short}` does not exist on this machine and is not in the hub's cache; {why}"
-        rest = "unset it" if HF_HUB_OFFLINE else "the network"
-        hint = f"check the spelling and the current folder, and {rest}"
+        rest = " and the current folder, or unset it" if HF_HUB_OFFLINE else ", the current folder and the network"
+        hint = f"check the spelling{rest}"
         raise problem or InputRefused(absent, hint=hint) from error
 
 
