@@ -184,12 +184,8 @@ def with_graphs(model: str, given: dict[str, Any]) -> str:
         given["speculate"] = with_graphs(smaller, {**dict.fromkeys(others), **same, "first_export": wanted})
     if not wanted or given["backend"] != "onnx" or any(given[name] for name in others) or not Path(model).exists():
         return model
-    from llmconv.checkpoint import is_model_folder
     from llmconv.generation.runners import graphs_in_cache
-    from llmconv.runtime.tokenizer import require_tokenizer
 
-    if is_model_folder(Path(model)) and given.get("tokenizer") is None:
-        require_tokenizer(Path(model))  # before an export, and by the name that was given
     if made := graphs_in_cache(Path(model)):
         click.get_current_context().meta.setdefault(MADE, {})[str(made)] = model
     return str(made) if made else model
