@@ -15,7 +15,7 @@ from llmconv.convert.adapters.low_rank_sum import LoraProduct
 from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.targets import WeightChange
 from llmconv.convert.opening_adapters import open_adapters
-from llmconv.errors import InputRefused, OutputFailed, UnsupportedInput, UsageProblem, listing
+from llmconv.errors import InputRefused, OutputFailed, UnsupportedInput, UsageProblem, listing, word
 from llmconv.files.paths import Written, output_path
 from llmconv.files.safe_folder import Folder, parents_made, require_parents
 from llmconv.files.sources import fetches, local_path
@@ -76,7 +76,9 @@ def onnx_adapter(
     """
     path = output_path(output)
     if path.suffix != SUFFIX:
-        raise UsageProblem(f"`{path.name}` does not end with `{SUFFIX}`", hint=f"give `-o {path.stem}{SUFFIX}`")
+        raise UsageProblem(
+            f"`{path.name}` does not end with `{SUFFIX}`", hint=f"give `-o {word(path.with_suffix(SUFFIX))}`"
+        )
     if path.exists() and not (overwrite and path.is_file()):
         raise InputRefused(f"`{path}` exists", hint="give another name, or `--overwrite` to replace a file")
     require_parents(path)
@@ -84,7 +86,8 @@ def onnx_adapter(
     if (base / ADAPTER_CONFIG).is_file() and not is_model_folder(base) and is_model_folder(Path(adapter)):
         raise InputRefused(
             f"the arguments are swapped: FOLDER `{folder}` is an adapter, and ADAPTER `{adapter}` is a model",
-            hint=f"give the folder of the graphs first: `llmconv onnx-adapter {adapter} {folder} -o {path}`",
+            hint="give the folder of the graphs first: "
+            f"`llmconv onnx-adapter {word(adapter)} {word(folder)} -o {word(path)}`",
         )
     modules, content = _adapter_file(base, adapter, alpha)
     if not dry_run:
@@ -106,9 +109,10 @@ def _adapter_file(folder: Path, adapter: str | Path, alpha: float | None) -> tup
     """
     declared = [declared_factors(load_guarded(folder / entry.files[0])) for entry in graph_entries(folder)]
     if not (common := set.intersection(*map(set, declared)) if declared else set[str]()):
+        again = " --overwrite" if declared else ""
         raise InputRefused(
             f"`{folder}` has no graphs with inputs for LoRA factors",
-            hint=f"`llmconv export {folder} --lora-inputs all-linear`",
+            hint=f"`llmconv export {word(folder)} --lora-inputs all-linear{again}`",
         )
     factors = lora_factors(folder, adapter, alpha)
     require_factors(factors, {name: declared[0][name] for name in common})

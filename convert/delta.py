@@ -265,7 +265,9 @@ def _check_kind(rank: int | None, to: str | None, shards: int | None, dtype: str
             f"deltas of `{to}` cannot be written", hint=f"`--to` is one of: {', '.join(writable_deltas())}"
         )
     if to and rank is not None:
-        raise UsageProblem("`--to` and `--rank` exclude each other", hint="`--rank` writes an adapter of PEFT")
+        raise UsageProblem(
+            "`--to` and `--rank` exclude each other", hint="leave out one of them: `--rank` writes an adapter of PEFT"
+        )
     if to and dtype != "keep":
         raise UsageProblem(
             f"`--dtype {dtype}` with `--to {to}`: the format has its own element type", hint="leave it out"

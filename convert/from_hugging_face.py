@@ -24,7 +24,7 @@ from llmconv.convert.models.head_and_dtype import check_dtype, lacks_head, plain
 from llmconv.convert.models.model_config import SHARD_LIMIT
 from llmconv.convert.models.transformers_source import causal_lm_classes, model_names
 from llmconv.convert.tokenizers import special_ids
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem, listing
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem, listing, word
 from llmconv.files.paths import Placed, output_path, output_place
 from llmconv.files.safe_folder import require_parents
 from llmconv.files.sources import fetches, local_path, reading_safely, source_name
@@ -169,7 +169,7 @@ def gguf_path(output: Any) -> Path:
     if path.suffix.lower() != SUFFIX:
         raise UsageProblem(
             f"`{path.name}` does not end with `{SUFFIX}`",
-            hint=f"give `-o {path}{SUFFIX}`, or `-o {path}/` for a folder",
+            hint=f"give `-o {word(f'{path}{SUFFIX}')}`, or `-o {word(f'{path}/')}` for a folder",
         )
     return path
 

@@ -19,7 +19,7 @@ from llmconv.convert.adapters.merging import merged
 from llmconv.convert.algebra import equal
 from llmconv.convert.models.completeness import check_folder
 from llmconv.convert.opening_adapters import open_adapters
-from llmconv.errors import InputRefused, UsageProblem
+from llmconv.errors import InputRefused, UsageProblem, word
 from llmconv.files.paths import Placed, output_place
 from llmconv.files.sources import fetches, local_path, reading_safely
 from llmconv.model_code import with_copied_code
@@ -145,15 +145,15 @@ def _open_base(base: str | Path, adapters: Sequence[str | Path]) -> Checkpoint:
     if other and (Path(base) / ADAPTER_CONFIG).is_file() and not is_model_folder(Path(base)):
         raise InputRefused(
             f"the arguments are swapped: BASE `{base}` is an adapter, and ADAPTER `{other}` is a model",
-            hint=f"give the base first: `llmconv merge-lora {other} {base} -o OUT`",
+            hint=f"give the base first: `llmconv merge-lora {word(other)} {word(base)} -o OUT`",
         )
     with reading_safely(base):
         path = local_path(base, in_parts=True)
         if path.exists() and not is_model_folder(path) and (found := _training_format(path)) not in (None, *PLAIN):
-            given, name = shlex.join(map(str, adapters)), shlex.quote(str(base))
+            given = shlex.join(map(str, adapters))
             raise InputRefused(
                 f"the base `{base}` is a training checkpoint ({found}), not a Hugging Face model folder",
-                hint=f"`llmconv to-hf {name} -o HF_BASE`, then `llmconv merge-lora HF_BASE {given} -o OUT`",
+                hint=f"`llmconv to-hf {word(base)} -o HF_BASE`, then `llmconv merge-lora HF_BASE {given} -o OUT`",
             )
         checkpoint = open_checkpoint(path)
         require_model_type(checkpoint.config, base)

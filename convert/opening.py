@@ -30,7 +30,7 @@ from llmconv.convert.models.completeness import check_complete, check_folder, wh
 from llmconv.convert.models.config_file import CODE_FIELDS, OPTION, merged_configs, own_fields, trusted_code, updated
 from llmconv.convert.models.transformers_source import auto_classes, causal_lm_classes, model_names
 from llmconv.convert.state_dicts.files import are_of_ranks, weight_files
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing, word
 from llmconv.files.packing import unpacked
 from llmconv.files.pickle_machine import Stub
 from llmconv.files.source_file import open_source
@@ -40,6 +40,7 @@ from llmconv.model_code import AUTO_MAP, has_code
 from llmconv.not_a_model_folder import (
     NESTED,
     SUFFIXES_OF_TORCH,
+    adapter_file,
     adapter_or_delta,
     foreign_file,
     is_quantized_export,
@@ -65,7 +66,7 @@ def open_training(
         if is_recorded_delta(path):
             raise UnsupportedInput(
                 f"`{path}` is a delta, not a model",
-                hint=f"add it to its base: `llmconv delta apply BASE {path} -o OUT`",
+                hint=f"add it to its base: `llmconv delta apply BASE {word(path)} -o OUT`",
             )
         inside, found = (unpacked(path), by_name(format)) if format else recognized(path)
         given = {name: value for name, value in (options or {}).items() if value}
@@ -288,12 +289,12 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 def explain(path: Path) -> LlmconvError:
     """The error for a path that matches no known format."""
-    if problem := litgpt_prompts(path):
+    if problem := litgpt_prompts(path) or adapter_file(path):
         return problem
     if kind := adapter_format(path):
         return UnsupportedInput(
             f"`{path.name}` is an adapter of {kind.title}",
-            hint=f"merge it: `llmconv merge-lora BASE {path.name} -o OUT`",
+            hint=f"merge it: `llmconv merge-lora BASE {word(path)} -o OUT`",
         )
     return _explain_folder(path) if path.is_dir() else _explain_file(path)
 
@@ -390,7 +391,7 @@ def _explain_file(path: Path) -> LlmconvError:
                 f"`{path.name}` is a whole object (`{str(content.function)[:80]}`), pickled with its class",
                 hint="load it where its code is, and save its `state_dict()`",
             )
-        if isinstance(content, dict) and "ds_version" in content:
+        if isinstance(content, dict) and ("ds_version" in content or path.name.endswith("_optim_states.pt")):
             return InputRefused(
                 f"`{path.name}` is one file of a DeepSpeed checkpoint", hint=f"give its folder, `{path.parent}`"
             )
@@ -399,7 +400,7 @@ def _explain_file(path: Path) -> LlmconvError:
             f"`{path.name}` is a torch file, but not of a known training format (it contains {keys})",
             hint=KNOWN.format(", ".join(formats())),
         )
-    if foreign := known_refusal(path) if path.suffix == ".onnx" else foreign_file(head, path.name):
+    if foreign := known_refusal(path) if path.suffix == ".onnx" else foreign_file(head, path):
         return foreign
     no_zip = explain_no_zip(path, head)
     return no_zip if isinstance(no_zip, UnsupportedInput) else _unknown(path)

@@ -25,7 +25,7 @@ from llmconv.convert.adapters.peft_file import (
     weights_of,
 )
 from llmconv.convert.algebra import equal
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing, word
 from llmconv.files.sources import local_path, reading_safely
 from llmconv.not_a_model_folder import SUFFIXES_OF_TORCH, litgpt_prompts, training_file_kind
 from llmconv.tensors import cast
@@ -97,17 +97,18 @@ def _open(adapter: str | Path, base: Checkpoint, alpha: float | None) -> Adapter
             if names and all(map(ADAPTER_NAMES.search, names)):
                 raise InputRefused(
                     f"`{path}` is of the format `{whole.name}`, with an adapter",
-                    hint=f"merge it: `llmconv to-hf {path} --base {base.path} -o OUT`",
+                    hint=f"merge it: `llmconv to-hf {word(path)} --base {word(base.path)} -o OUT`",
                 )
             if homes:
                 raise InputRefused(
                     f"`{path}` is of the format `{whole.name}`, with the adapter and the model that it was trained on",
-                    hint=f"merge the two: `llmconv to-hf {path} --config {base.path / 'config.json'} -o OUT`",
+                    hint="merge the two: "
+                    f"`llmconv to-hf {word(path)} --config {word(base.path / 'config.json')} -o OUT`",
                 )
             if whole.name not in PLAIN:
                 raise InputRefused(
                     f"`{path}` is a training checkpoint (`{whole.name}`), not an adapter",
-                    hint=f"convert it: `llmconv to-hf {path} -o OUT`, which merges its adapter, if it has one",
+                    hint=f"convert it: `llmconv to-hf {word(path)} -o OUT`, which merges its adapter, if it has one",
                 )
         opened = open_tuned(path, alpha) if is_tuned(path) else open_adapter(path, alpha)
         return _with_all_weights(opened) if path.is_dir() else opened
@@ -131,8 +132,8 @@ def _require_same_rope(folder: Path, base: Checkpoint) -> None:
             f"`{BASE_CONFIG}` next to the adapter `{folder.name}` has other rotary positions than the base: "
             f"{_settings(own)}, and not {_settings(given)}",
             hint="if it was trained with them, give the base those: "
-            f"`llmconv to-hf {base.path} --config {folder / BASE_CONFIG} -o BASE`, and merge into BASE; if not, move "
-            "the file elsewhere",
+            f"`llmconv to-hf {word(base.path)} --config {word(folder / BASE_CONFIG)} -o BASE`, and merge into BASE; "
+            "if not, move the file elsewhere",
         )
 
 

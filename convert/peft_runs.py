@@ -27,7 +27,7 @@ from llmconv.convert.adapters.tensor_names import AS_STORED, match_names
 from llmconv.convert.models.completeness import check_complete
 from llmconv.convert.models.config_file import without_code
 from llmconv.convert.models.head_and_dtype import settled, with_tied_head
-from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listing
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.tensors import LazyTensor
 
 NARROWING = ("exclude_modules", "layers_to_transform", "layers_pattern")
@@ -68,11 +68,7 @@ def find_adapter(stored: Mapping[str, Any], tensors: Mapping[str, LazyTensor], p
     config, _ = without_code(dict(stored))
     refuse_mlx_layers(tensors, path.name)
     if not config:
-        names = listing(unmerged(tensors, {}))
-        raise MalformedInput(
-            f"`{path.name}` holds tensors of an adapter that is not merged, and their scale is unknown: {names}",
-            hint="put the run's `adapter_config.json` next to it; of Composer, give one saved with its `integrations`",
-        )
+        raise _without_config(tensors, path.name)
     tensors = _without_attribute(tensors)
     if not any(name.startswith(PREFIX) for name in tensors):  # the inner model of a PeftModel, saved alone
         tensors = {PREFIX + name: tensor for name, tensor in tensors.items()}
@@ -107,6 +103,19 @@ def find_adapter(stored: Mapping[str, Any], tensors: Mapping[str, LazyTensor], p
             found.adapter[name] = tensor
     _require_complete(found)
     return found
+
+
+def _without_config(tensors: Mapping[str, LazyTensor], name: str) -> InputRefused:
+    parts = unmerged(tensors, {})
+    if not any("lora_" in one or "base_layer" in one for one in parts):
+        return UnsupportedInput(
+            f"`{name}` holds tensors of an adapter that is not merged, and not LoRA's: {listing(parts)}",
+            hint="merge it where it was trained: PEFT's `merge_and_unload`, then `save_pretrained`",
+        )
+    return MalformedInput(
+        f"`{name}` holds tensors of an adapter that is not merged, and their scale is unknown: {listing(parts)}",
+        hint="put the run's `adapter_config.json` next to it; of Composer, give one saved with its `integrations`",
+    )
 
 
 def _without_attribute(tensors: Mapping[str, LazyTensor]) -> Mapping[str, LazyTensor]:

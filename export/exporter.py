@@ -13,7 +13,7 @@ from typing import Any, Protocol, Unpack, get_type_hints, runtime_checkable
 from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_task
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, write_small
-from llmconv.errors import InputRefused, LlmconvError
+from llmconv.errors import InputRefused, LlmconvError, word
 from llmconv.export.clients import DEFAULT, Client, find_clients, roles_for
 from llmconv.export.export_options import DEFAULTS, ExportOptions, check_options, option_that_computes, roles_of_task
 from llmconv.export.exported import Exported
@@ -111,7 +111,7 @@ def _opened_gguf(path: Path) -> Iterator[Checkpoint]:
     from llmconv.convert.opening import open_training  # noqa: PLC0415 - most models are Hugging Face folders
 
     folder = make_temporary_folder()
-    instead = f"with `llmconv to-hf {path} -o MODEL --tokenizer FOLDER`, and export MODEL"
+    instead = f"with `llmconv to-hf {word(path)} -o MODEL --tokenizer FOLDER`, and export MODEL"
 
     def of_export(text: str) -> str:
         return re.sub("with `--tokenizer( FOLDER)?`", lambda _: instead, text).replace(str(folder), str(path))

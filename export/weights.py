@@ -558,7 +558,7 @@ def missing_key(name: str) -> InputRefused:
 def require_dtype(name: str, tensor: LazyTensor) -> None:
     """Refuses a tensor of a dtype that graphs cannot map."""
     if tensor.dtype.name not in ONNX_TYPES:
-        hint = f"convert it to one of {', '.join(ONNX_TYPES)}: `--dtype float32 -o OUT`"
+        hint = "convert it: `llmconv export MODEL --dtype float32 -o OUT`"
         if tensor.dtype.name.startswith("float8"):  # codes, and no number without their scales
             hint = (
                 "`config.json` has no `quantization_config`, which says what scales they have; give the original model"

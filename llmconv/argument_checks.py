@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import operator
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache, wraps
@@ -17,7 +18,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, NoReturn, ParamSpec, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
 
-from llmconv.errors import UsageProblem
+from llmconv.errors import LlmconvError, UsageProblem
 from llmconv.files.paths import PLACED, WRITTEN, kind_of, output_path, output_place, path_of
 
 OWN = "checked by the function itself"  # in `Annotated`: a parameter that is not checked here
@@ -53,7 +54,12 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             elif get_origin(hints[name]) is Unpack:
                 fields = get_type_hints(get_args(hints[name])[0], include_extras=True)
                 bound.arguments[name] = {key: fitted(one, fields.get(key, Any), key) for key, one in value.items()}
-        return function(*bound.args, **bound.kwargs)
+        try:
+            return function(*bound.args, **bound.kwargs)
+        except LlmconvError as error:  # a traceback shows the notes; the outermost function's names are the user's
+            if hint := in_python(error.hint, {**dict.fromkeys(known or ()), **_fields(signature, hints)}):
+                error.__notes__ = [f"hint: {hint}"]
+            raise
 
     return call
 
@@ -69,6 +75,44 @@ def _known(signature: inspect.Signature, hints: Mapping[str, Any]) -> set[str] |
         else:
             return None
     return known
+
+
+def _fields(signature: inspect.Signature, hints: Mapping[str, Any]) -> dict[str, Any]:
+    """The annotations of all parameters and options."""
+    options = [get_args(hint)[0] for hint in hints.values() if get_origin(hint) is Unpack]
+    found = {name: hints[name] for name in signature.parameters if name in hints}
+    return found | {name: hint for kind in options for name, hint in get_type_hints(kind).items()}
+
+
+SPELLED = {"o": "output", "from": "format", "stop": "stop_strings", "density": "densities", "export": "first_export"}
+# options whose parameter has another name; of those that may be repeated it is the plural
+OPTION = re.compile(r"(?<![\w-])--?([a-z][a-z-]*)(?:[ =]([^\s`]+))?")
+
+
+def in_python(hint: str, parameters: Mapping[str, Any]) -> str:
+    """A hint with parameters in place of the options between backticks: `dtype="float16"` for `--dtype float16`.
+
+    `parameters` are those of the function that was called, with their annotations. Options that it does not have stay
+    as they are, and so does a whole command.
+    """
+
+    def named(found: re.Match[str]) -> str:
+        option, value = found[1].replace("-", "_"), found[2]
+        own = next((one for one in (option, f"{option}s", SPELLED.get(option)) if one in parameters), None)
+        if own is None and option.startswith("no_") and option[3:] in parameters:
+            return f"{option[3:]}=False" + (f" {value}" if value else "")
+        if own is None:
+            return found[0]
+        if value is None:
+            return f"{own}=True" if parameters[own] is bool else own
+        is_plain = value.isupper() or re.fullmatch(r"-?[\d.]+|…", value)
+        return f"{own}={value}" if is_plain else f'{own}="{value}"'
+
+    def spoken(found: re.Match[str]) -> str:
+        is_option = found[0].startswith(("`--", "`-o"))
+        return re.sub(r" (?=\w+=)", ", ", OPTION.sub(named, found[0])) if is_option else found[0]
+
+    return re.sub(r"`[^`]+`", spoken, hint)
 
 
 @cache

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from llmconv.errors import MalformedInput, UnsupportedInput, listing
+from llmconv.errors import MalformedInput, UnsupportedInput, listing, word
 from llmconv.files.paths import refuse_git_lfs
 from llmconv.files.safetensors_file import RANGES, FileTensor, read_header
 from llmconv.files.source_file import fill, open_data
@@ -209,7 +209,7 @@ def refuse_wrapped(names: Iterable[str], folder: Path) -> None:
         raise MalformedInput(
             f"`{folder.name}` contains {len(found)} tensors under the names of a trainer's wrappers, which no model "
             f"has: {listing(found)}",
-            hint=f"write it without them: `llmconv to-hf {folder} -o OUT`",
+            hint=f"write it without them: `llmconv to-hf {word(folder)} -o OUT`",
         )
 
 
@@ -316,7 +316,7 @@ def open_shards(folder: Path, index: str = INDEX) -> dict[str, LazyTensor]:
         raise MalformedInput(
             problem,
             hint="the save left them out (heads for several tokens that were not trained, usually), or the copy is "
-            f"damaged: delete `{index}`, and `llmconv to-hf {folder} -o OUT` writes the model with a new one if "
+            f"damaged: delete `{index}`, and `llmconv to-hf {word(folder)} -o OUT` writes the model with a new one if "
             "nothing is missing",
         )
     for shard, listed in shards.items():

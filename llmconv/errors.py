@@ -14,6 +14,7 @@ LlmconvError
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, ClassVar
@@ -98,6 +99,11 @@ def usage_line(text: str) -> str:
     line = re.sub(r"'([^']+)'", r"`\1`", " ".join(text.split()).replace(". (", " (")).rstrip(".")
     line = line.replace("valid float range", "number").replace("valid integer range", "integer")
     return line[:1].lower() + line[1:]
+
+
+def word(path: object) -> str:
+    """A path as one word of a command that a hint shows, in quotes where a shell would divide it."""
+    return shlex.quote(str(path))
 
 
 def listing(names: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing, word
 from llmconv.files.paths import refuse_git_lfs
 from llmconv.files.source_file import open_source
 from llmconv.files.sources import TORCH_WEIGHTS
@@ -45,7 +45,7 @@ def export_again(folder: Path, more: str = "") -> str:
     options = _export_step(folder).get("options")
     quant = options.get("quant") if isinstance(options, dict) else None
     preset = f"--quant {quant}" if isinstance(quant, str) and PRESET.fullmatch(quant) else ""
-    return " ".join(["llmconv export", source_of(folder) or "MODEL", "-o OUT", *filter(None, [preset, more])])
+    return " ".join(["llmconv export", word(source_of(folder) or "MODEL"), "-o OUT", *filter(None, [preset, more])])
 
 
 def refused_export(folder: Path, more: str = "") -> UnsupportedInput:
@@ -94,8 +94,8 @@ NESTED = 100  # most folders of a folder that are looked into for models
 TRAINER_FOLDER = re.compile(r"checkpoint-(\d+)")
 # names of torch files that are not weights
 KINDS = {
-    "the optimizer's state": re.compile(
-        r"(?:.*[-_.])?optim(?:izers?)?(?:[-_.].*)?\.(?:pth?|bin|pdopt|ckpt|safetensors)|.*\.pdopt|.*master_weights.*"
+    "the optimizer's state": re.compile(  # `model_optim_rng.pt` of Megatron has the weights
+        r"(?!model_optim_rng)(?:.*[-_.])?optim(?:izers?)?(?:[-_.].*)?\.(?:pth?|bin|pdopt|ckpt|safetensors)|.*\.pdopt|.*master_weights.*"
     ),
     "the learning-rate schedule": re.compile(r"(?:lr_)?scheduler.*"),
     "the loss scale": re.compile(r"(?:grad_)?scaler.*"),
@@ -137,20 +137,22 @@ def known_refusal(path: Path) -> InputRefused | None:
     return _folder(path) if path.is_dir() else _file(path)
 
 
-def foreign_file(head: bytes, name: str) -> UnsupportedInput | None:
+def foreign_file(head: bytes, path: Path) -> UnsupportedInput | None:
     """The error for a file of another kind, from its first bytes; None if unknown. Raises it for a Git LFS pointer."""
-    refuse_git_lfs(head, name)
+    refuse_git_lfs(head, path.name)
     if head[4:8] == ONNX_ADAPTER:
-        problem = f"`{name}` has LoRA factors for graphs, as `llmconv onnx-adapter` writes them"
-        return UnsupportedInput(problem, hint=f"run it with its graphs: `llmconv generate FOLDER --adapter {name}`")
+        problem = f"`{path.name}` has LoRA factors for graphs, as `llmconv onnx-adapter` writes them"
+        return UnsupportedInput(
+            problem, hint=f"run it with its graphs: `llmconv generate FOLDER --adapter {word(path)}`"
+        )
     kind = next((kind for magic, kind in OTHER_FILES.items() if head.startswith(magic)), None)
     if kind is None:
         return None
     hints = {
-        "a GGU": f"convert it first: `llmconv to-hf {name} -o OUT`",
+        "a GGU": f"convert it first: `llmconv to-hf {word(path)} -o OUT`",
         "a web": "log in (`hf auth login`) and download it again",
     }
-    message = f"`{name}` is {kind}"
+    message = f"`{path.name}` is {kind}"
     return UnsupportedInput(message, hint=hints.get(kind[:5], "give a checkpoint or a Hugging Face model folder"))
 
 
@@ -158,12 +160,16 @@ def _part_of_a_model(path: Path) -> InputRefused | None:
     """The error for a file where a folder is needed: weights, or a file next to them."""
     if path.suffix == ".json" and _mark(path.parent) == "a model":
         return InputRefused(f"`{path.name}` is one file of a model folder", hint=f"give its folder: `{path.parent}`")
+    if alone := adapter_file(path):
+        return alone
     if path.suffix != ".safetensors":
         return None
     if (path.parent / "config.json").is_file():
         problem = f"`{path.name}` is a weights file, not a model folder"
         return InputRefused(problem, hint=f"give its folder: `{path.parent}`")
-    hint = f"put `config.json` next to it and give the folder, or run `llmconv to-hf {path} --config CONFIG -o OUT`"
+    hint = (
+        f"put `config.json` next to it and give the folder, or run `llmconv to-hf {word(path)} --config CONFIG -o OUT`"
+    )
     return InputRefused(f"`{path.name}` is a weights file without the model's `config.json`", hint=hint)
 
 
@@ -175,7 +181,7 @@ def _file(path: Path) -> InputRefused | None:
         return None
     if not head:
         return MalformedInput(f"`{path.name}` is empty", hint="copy it again from where it was saved")
-    if found := foreign_file(head, path.name):
+    if found := foreign_file(head, path):
         return found
     if part := _part_of_a_model(path):
         return part
@@ -187,7 +193,7 @@ def _file(path: Path) -> InputRefused | None:
         return InputRefused(problem, hint="give the folder or file with the weights")
     if _is_torch_file(path):
         problem = f"`{path.name}` is a torch file, not a Hugging Face model folder"
-        return InputRefused(problem, hint=f"convert it first: `llmconv to-hf {path} -o OUT`")
+        return InputRefused(problem, hint=f"convert it first: `llmconv to-hf {word(path)} -o OUT`")
     if head.startswith(ZIP) or head[257:262] == b"ustar":
         kind = "zip" if head.startswith(ZIP) else "tar"
         return UnsupportedInput(f"`{path.name}` is a {kind} archive", hint="unpack it and give the folder inside")
@@ -209,23 +215,33 @@ def _folder(folder: Path) -> InputRefused | None:
     return next((found for check in checks if (found := check(folder, names))), None)
 
 
+def adapter_file(path: Path) -> InputRefused | None:
+    """The error for the weights of an adapter in place of a model; None for any other file."""
+    if not path.name.startswith("adapter_model.") or not (path.parent / "adapter_config.json").is_file():
+        return None
+    problem = f"`{path.name}` has the weights of an adapter, and not of a model"
+    return UnsupportedInput(problem, hint=f"merge it first: `llmconv merge-lora BASE {word(path.parent)} -o OUT`")
+
+
 def adapter_or_delta(folder: Path) -> InputRefused | None:
     """The error for a folder with an adapter or a delta in place of a model; None for any other."""
     if prompts := litgpt_prompts(folder):
         return prompts
     if (folder / "delta.json").is_file():
         message = f"`{folder}` is a delta, not a model"
-        return UnsupportedInput(message, hint=f"use `llmconv delta apply BASE {folder} -o OUT`")
+        return UnsupportedInput(message, hint=f"use `llmconv delta apply BASE {word(folder)} -o OUT`")
     if (folder / "adapter_config.json").is_file():
         names = {entry.name for entry in folder.iterdir()}
         if names & MODEL_WEIGHTS and not any(name.startswith("adapter_model.") for name in names):
             problem = f"`{folder}` holds a model with an adapter that may not be merged"
-            return UnsupportedInput(problem, hint=f"merge it first: `llmconv to-hf {folder} -o OUT`")
+            return UnsupportedInput(problem, hint=f"merge it first: `llmconv to-hf {word(folder)} -o OUT`")
         base = adapter_base(folder)
         of = f" of `{base}`" if base else ""
         problem = f"`{folder}` is an adapter{of}, not a model"
         base = base if "/" in base else "BASE"  # a bare name is seldom a folder here, nor one of the Hub
-        return UnsupportedInput(problem, hint=f"merge it first: `llmconv merge-lora {base} {folder} -o OUT`")
+        return UnsupportedInput(
+            problem, hint=f"merge it first: `llmconv merge-lora {word(base)} {word(folder)} -o OUT`"
+        )
     return None
 
 
@@ -266,11 +282,11 @@ def _weights_of_other_libraries(folder: Path, names: set[str]) -> InputRefused |
         return None
     if found := sorted(name for name in names if TORCH_WEIGHTS.fullmatch(name)):
         problem = f"the weights in `{folder}` are torch files (`{found[0]}`), not safetensors"
-        return InputRefused(problem, hint=f"convert them: `llmconv to-hf {folder} -o OUT`")
+        return InputRefused(problem, hint=f"convert them: `llmconv to-hf {word(folder)} -o OUT`")
     files = [folder / name for name in names if not training_file_kind(name)]
     if found := sorted(path.name for path in files if _is_torch_file(path)):
         problem = f"`{folder}` contains a torch checkpoint (`{found[0]}`) and no safetensors weights"
-        return InputRefused(problem, hint=f"convert it: `llmconv to-hf {folder} -o OUT`")
+        return InputRefused(problem, hint=f"convert it: `llmconv to-hf {word(folder)} -o OUT`")
     if found := sorted(name for name in names if name in OTHER_LIBRARIES):
         return UnsupportedInput(
             f"the weights in `{folder}` are {OTHER_LIBRARIES[found[0]]} weights (`{found[0]}`)",
@@ -279,13 +295,13 @@ def _weights_of_other_libraries(folder: Path, names: set[str]) -> InputRefused |
         )
     if found := sorted(name for name in names if name.lower().endswith(".gguf")):
         problem = f"`{folder}` contains a GGUF file of llama.cpp (`{found[0]}`)"
-        return InputRefused(problem, hint=f"convert it: `llmconv to-hf {folder / found[0]} -o OUT`")
+        return InputRefused(problem, hint=f"convert it: `llmconv to-hf {word(folder / found[0])} -o OUT`")
     graphs = sorted(folder.glob("*.onnx")) or sorted((folder / "onnx").glob("*.onnx"))
     if found := [path.relative_to(folder).as_posix() for path in graphs]:
         return UnsupportedInput(
             f"`{folder}` contains ONNX graphs (`{found[0]}`) and no model weights",
             hint="give the Hugging Face folder that they were exported from; to compare them: "
-            f"`llmconv verify --graph {folder / found[0]} --reference HF_FOLDER`",
+            f"`llmconv verify --graph {word(folder / found[0])} --reference HF_FOLDER`",
         )
     return None
 
@@ -309,8 +325,8 @@ def _weights_without_config(folder: Path, names: set[str]) -> InputRefused | Non
                 hint="copy or download the folder again; an interrupted download continues where it stopped",
             )
         problem = f"`{folder}` contains no `model.safetensors`, only `{weights[0]}`"
-        return InputRefused(problem, hint=f"write it as a Hugging Face folder: `llmconv to-hf {folder} -o OUT`")
-    hint = f"put `config.json` into the folder, or run `llmconv to-hf {folder} --config CONFIG -o OUT`"
+        return InputRefused(problem, hint=f"write it as a Hugging Face folder: `llmconv to-hf {word(folder)} -o OUT`")
+    hint = f"put `config.json` into the folder, or run `llmconv to-hf {word(folder)} --config CONFIG -o OUT`"
     return InputRefused(f"`{folder}` contains weights (`{weights[0]}`), but no `config.json`", hint=hint)
 
 
@@ -347,8 +363,8 @@ def _config_alone(folder: Path, names: set[str]) -> InputRefused | None:
         return MalformedInput(problem, hint="it is a folder, a pipe or a broken link; copy the folder again")
     problem = f"`{folder}` contains no safetensors weights next to its `config.json`"
     if run := _weights_near(folder):
-        known = f", `llmconv to-hf {run} --config {folder / 'config.json'} -o OUT`"
-        command = known if run.parent == folder.absolute().parent else f", `llmconv to-hf {run} -o OUT`"
+        known = f", `llmconv to-hf {word(run)} --config {word(folder / 'config.json')} -o OUT`"
+        command = known if run.parent == folder.absolute().parent else f", `llmconv to-hf {word(run)} -o OUT`"
         is_model = any((run / name).is_file() for name in MODEL_WEIGHTS) and (run / "config.json").is_file()
         return InputRefused(f"{problem}; they are in `{run}`", hint="give that folder" + ("" if is_model else command))
     hint = "add `model.safetensors`, or shards with `model.safetensors.index.json`; is the copy complete?"

@@ -10,8 +10,8 @@ from typing import Any
 
 from llmconv.addresses import HUB_NAME, HubAddress, hub_address
 from llmconv.argument_checks import checked
-from llmconv.checkpoint import own_file, read_json
-from llmconv.errors import InputRefused, MalformedInput, UsageProblem, listing
+from llmconv.checkpoint import is_model_folder, own_file, read_json
+from llmconv.errors import InputRefused, MalformedInput, UsageProblem, listing, word
 from llmconv.files.paths import is_address
 from llmconv.files.sources import reading_safely
 from llmconv.hub.repository import Commit, FileDigest, HubRepository, digest_of, file_digest
@@ -217,7 +217,8 @@ def files_of(folder: Path) -> FolderFiles:
     if not folder.is_dir():
         raise InputRefused(f"`{folder}` is not a folder", hint="give a folder that llmconv made")
     if not (folder / MANIFEST).is_file():
-        hint = f"make one with `llmconv to-hf {folder} -o OUT`, or upload it with `hf upload`"
+        anew = " --max-shard-size 5GB" if is_model_folder(folder) else ""
+        hint = f"make one with `llmconv to-hf {word(folder)}{anew} -o OUT`, or upload it with `hf upload`"
         raise InputRefused(f"`{folder}` has no `{MANIFEST}`, so llmconv did not make it and cannot check it", hint=hint)
     manifest = read_manifest(folder)
     files = {MANIFEST: own_file(folder, MANIFEST)}

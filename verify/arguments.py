@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmconv.causal_lm import require_causal_folder, require_sizes
 from llmconv.checkpoint import Checkpoint, has_weights, read_json, write_small
-from llmconv.errors import InputRefused, MalformedInput, UsageProblem
+from llmconv.errors import InputRefused, MalformedInput, UsageProblem, word
 from llmconv.files.gguf_file import holds_gguf, is_gguf
 from llmconv.files.safe_folder import make_temporary_folder, remove_temporary_folder
 from llmconv.files.safetensors_file import RANGES
@@ -37,7 +37,7 @@ def require_folder(name: str | Path) -> Path:
     if is_gguf(folder):
         raise InputRefused(
             f"`{folder}` is a GGUF file, which has no graphs",
-            hint=f"compare it in llama.cpp: `llmconv verify {folder} --client llamacpp --reference HF_FOLDER`",
+            hint=f"compare it in llama.cpp: `llmconv verify {word(folder)} --client llamacpp --reference HF_FOLDER`",
         )
     if folder.is_file():
         raise refused_model(folder)
@@ -50,7 +50,7 @@ def require_model(folder: Path) -> Path:
     if others := sorted(graph for pattern in ("*.onnx", "onnx/*.onnx") for graph in folder.glob(pattern)):
         raise InputRefused(
             f"`{folder}` contains graphs that llmconv did not export (`{others[0].relative_to(folder)}`)",
-            hint=f"compare them with their model: `llmconv verify --graph {others[0]} --reference HF_FOLDER`",
+            hint=f"compare them with their model: `llmconv verify --graph {word(others[0])} --reference HF_FOLDER`",
         )
     require_causal_folder(folder)
     if not has_weights(folder) or not (folder / "config.json").is_file():  # deltas and adapters have a manifest, too
@@ -73,7 +73,7 @@ def require_weights(folder: Path, entry: GraphEntry, reference: str | Path) -> P
     graph = folder / entry.files[0]
     raise InputRefused(
         f"`{folder}` contains graphs that llmconv did not export (no `{MANIFEST}`), and no weights of their model",
-        hint=f"compare them with their model: `llmconv verify --graph {graph} --reference HF_FOLDER`",
+        hint=f"compare them with their model: `llmconv verify --graph {word(graph)} --reference HF_FOLDER`",
     )
 
 

@@ -70,10 +70,13 @@ class Combination:
                 hint=f"`--combine` is one of {', '.join(METHODS)}, `--majority-sign` one of {', '.join(SIGNS)}",
             )
         method = METHODS[self.method]
-        pruning = ", ".join(name for name, other in METHODS.items() if other.prunes)
+        pruning, drawing, electing = (
+            ", ".join(f"`{name}`" for name, other in METHODS.items() if has(other))
+            for has in (lambda one: one.prunes, lambda one: one.kept is _drawn, lambda one: one.elects)
+        )
         options = {  # whether one is given, whether the method has it, and which have
-            "seed": (self.seed, method.kept is _drawn, "`dare_*`"),
-            "majority-sign": (self.majority_sign != "total", method.elects, "`ties`, `dare_ties`"),
+            "seed": (self.seed, method.kept is _drawn, drawing),
+            "majority-sign": (self.majority_sign != "total", method.elects, electing),
             "density": (self.densities, method.prunes, pruning),
             f"rank {self.rank}": (self.rank is not None, method.truncates, "`svd`"),
         }

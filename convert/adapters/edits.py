@@ -43,7 +43,7 @@ from llmconv.convert.algebra import Lines, Origin, equal, gathered, reshaped, ze
 from llmconv.convert.models.completeness import may_be_built
 from llmconv.convert.models.head_and_dtype import find_embedding, find_head
 from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS
-from llmconv.errors import MalformedInput, UnsupportedInput, listing
+from llmconv.errors import MalformedInput, UnsupportedInput, listing, word
 from llmconv.tensors import BY_NAME, FLOATS, Array, DType, LazyTensor, cast, in_memory
 
 if TYPE_CHECKING:
@@ -454,7 +454,8 @@ def _refuse_shared(adapter: Adapter, names: NamesInMemory, base: Checkpoint) -> 
     raise UnsupportedInput(
         f"`{adapter.name}` adapts weights that several modules share: `{found[0]}` is also {listing(others)}, "
         "and merged it would change in all of them",
-        hint=f"use it unmerged, in PEFT or by `llmconv generate {base.path} --adapter {adapter.path} --backend torch`",
+        hint="use it unmerged, in PEFT or by "
+        f"`llmconv generate {word(base.path)} --adapter {word(adapter.path)} --backend torch`",
     )
 
 

@@ -41,7 +41,7 @@ from llmconv.convert.adapters.adapter import (
 )
 from llmconv.convert.adapters.lora_config import AdapterFields, BlockDiagonal, LoraConfig, parse_config, task_of
 from llmconv.convert.algebra import reshaped
-from llmconv.errors import LISTED, InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.errors import LISTED, InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, word
 from llmconv.files.paths import refuse_git_lfs
 from llmconv.files.safetensors_file import read_header
 from llmconv.tensors import Array, LazyTensor
@@ -352,7 +352,7 @@ def _not_an_adapter(path: Path) -> InputRefused:
         return InputRefused(f"`{path}` is a model, not an adapter: it has no `{CONFIG}`", hint=hint)
     if (path / "delta.json").is_file():
         return InputRefused(
-            f"`{path}` is a delta, not an adapter", hint=f"run `llmconv delta apply BASE {path} -o OUT`"
+            f"`{path}` is a delta, not an adapter", hint=f"run `llmconv delta apply BASE {word(path)} -o OUT`"
         )
     if inner := sorted(path.glob(f"*/{CONFIG}"), key=lambda file: (len(file.parent.name), file.parent.name)):
         hint = f"give one of its folders: {', '.join(file.parent.name for file in inner)}"

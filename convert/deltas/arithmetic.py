@@ -416,7 +416,7 @@ def _require_delta(below: NamedTensors, above: NamedTensors, delta: Checkpoint) 
     if np.abs(added - norm).mean() < 0.5 * np.abs(norm).mean():
         raise MalformedInput(
             f"`{name}` of `{delta.path.absolute().name}` nearly equals the base's: it is a whole model, not a delta",
-            hint="give the published delta; `llmconv delta extract BASE TUNED` makes one of two models",
+            hint="give the published delta; `llmconv delta extract BASE TUNED -o DELTA` makes one of two models",
         )
 
 

@@ -25,7 +25,7 @@ from llmconv.convert.formats import AdapterFormat, Format, has_sign_of
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
 from llmconv.convert.models.config_file import causal_lm_config
 from llmconv.convert.state_dicts.files import Sign, require_state
-from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, listing
+from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, listing, word
 from llmconv.not_a_model_folder import SUFFIXES_OF_TORCH
 
 NAMES: dict[str, str | None] = {
@@ -91,7 +91,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         raise UnsupportedInput(
             f"`{path.name}` holds LoRA matrices that are not merged: {listing(names)}",
             hint="give the merged weights that the recipe saves next to the adapter, or merge it into the Hugging Face "
-            f"base: `llmconv merge-lora BASE {path.name} -o OUT`",
+            f"base: `llmconv merge-lora BASE {word(path)} -o OUT`",
         )
     settings = causal_lm_config(stored_config(found.path), config, path.name, warnings)
     kind = str(settings["model_type"])

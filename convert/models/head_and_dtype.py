@@ -102,7 +102,12 @@ def settled(checkpoint: Checkpoint, *, sampled: bool = False) -> Checkpoint:
     return replace(checkpoint, tensors=tensors, config=config, warnings=tuple(warnings))
 
 
-def plain_tensors(checkpoint: Checkpoint, hint: str = "give the weights from before quantization") -> Tensors:
+VALUES = (
+    "give the weights from before quantization, or those of its codes: `llmconv to-hf MODEL --quant dequantize -o OUT`"
+)
+
+
+def plain_tensors(checkpoint: Checkpoint, hint: str = VALUES) -> Tensors:
     """The tensors of a model without buffers; UnsupportedInput if they are quantized."""
     if checkpoint.config.get("quantization_config"):
         problem = f"`{checkpoint.path.absolute().name}` is quantized (`quantization_config`)"

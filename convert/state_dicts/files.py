@@ -466,6 +466,8 @@ def tracked(
     if name not in saves:
         raise MalformedInput(
             f"`{pointer.name}` in `{path.name}` names {name[:80]!r}, which is not a save in it",
-            hint=f"copy that folder too, or give another one: {listing(list(saves))}" if saves else "copy it again",
+            hint=f"copy that folder too, or give another one, such as `{[*saves.values()][-1]}`"
+            if saves
+            else "copy it again",
         )
     return saves[name]

@@ -20,7 +20,7 @@ from typing import Any
 
 from llmconv.argument_checks import checked, require_least, require_threads
 from llmconv.causal_lm import context_length
-from llmconv.errors import Inconclusive, InputRefused, UsageProblem
+from llmconv.errors import Inconclusive, InputRefused, UsageProblem, word
 from llmconv.files.copying import cores
 from llmconv.files.paths import Written, path_of
 from llmconv.files.safe_folder import replace_file
@@ -360,7 +360,7 @@ def _hint(candidate: BenchCandidate) -> str:
     kind = candidate.kind
     packages = {"genai": "onnxruntime-genai", "optimum": "optimum-onnx", "torch": "transformers"}
     if kind not in packages:
-        return f"export the graphs: `llmconv export {candidate.folder}`"
+        return f"export the graphs: `llmconv export {word(candidate.folder)}`"
     layout = f", and export with `llmconv export … --layout {kind}`" if kind != "torch" else ""
     return f"`pip install {packages[kind]}` here, or give `--python {kind}=PATH` of a Python that has it{layout}"
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import click
 from click import group, version_option
 
-from llmconv.cli.options import VERBOSE, refuse_empty_paths
+from llmconv.cli.options import MADE, VERBOSE, refuse_empty_paths
 from llmconv.errors import KEPT, LlmconvError, OutputFailed, UsageProblem, first_line, printable, usage_line
 from llmconv.memory import is_out_of_memory
 from llmconv.progress import status
@@ -182,7 +182,9 @@ def _write_examples(command: str, formatter: click.HelpFormatter) -> None:
 
 
 BUG_EXIT_CODE = 70  # exit code of an unexpected error, a bug: `EX_SOFTWARE` of sysexits.h
-MEMORY_HINT = "close other programs, or use smaller batches, shorter lengths or, in `verify`, `--low-memory`"
+MEMORY_HINT = (
+    "close other programs, or use smaller batches or shorter lengths; `llmconv verify --low-memory` needs less"
+)
 INTERRUPTED_HINT = "run the same command again"
 RESUME_HINT = f"{INTERRUPTED_HINT}; `--resume` keeps the files that this one has finished"
 # commands that only print: if the reader of stdout closes early (`| head`), their exit code is still 0
@@ -292,7 +294,7 @@ class CommandGroup(Group):
             sys.stdout.flush()
             return result
         except LlmconvError as error:
-            self._fail(ctx, error.message, error.hint, error.exit_code)
+            self._fail(ctx, error.message, self._with_owners(ctx, error.hint), error.exit_code)
         except KeyboardInterrupt as interrupt:
             code = 143 if isinstance(interrupt, Terminated) else 130
             keeps = KEPT in getattr(interrupt, "__notes__", ())
@@ -313,6 +315,23 @@ class CommandGroup(Group):
             if isinstance(error, ImportError) and (unusable := unusable_package(error)):
                 self._fail(ctx, unusable.message, unusable.hint, unusable.exit_code)
             self._fail(ctx, *_bug(ctx, error), BUG_EXIT_CODE)
+
+    def _with_owners(self, ctx: click.Context, hint: str) -> str:
+        """A hint that says of which command an option is, if not of this one or of one that the hint names."""
+        words = [ctx.invoked_subcommand or "", *(match[1] for match in COMMAND.finditer(hint))]
+        here = {spelling for word in words for spelling in self._spellings(word)}
+        foreign = [found[1] for found in BARE_OPTION.finditer(hint) if found[1] not in here]
+        for option in dict.fromkeys(foreign):
+            owner = next((name for name in OWNERS if option in self._spellings(name)), None)
+            if owner and not re.search(rf"\b{owner}(?:ed)?\b", hint):
+                hint += f"; `{option}` is an option of `llmconv {owner}`"
+        return hint
+
+    def _spellings(self, name: str) -> set[str]:
+        """The options of a command, or of all commands of a group; empty for no command."""
+        found = self.commands.get(name)
+        below = [*found.commands.values()] if isinstance(found, click.Group) else [found] if found else []
+        return {spelling for one in below for param in one.params for spelling in (*param.opts, *param.secondary_opts)}
 
     def _fail_usage(self, error: click.UsageError) -> NoReturn:
         """Reports click's errors of arguments like every other error; without any argument click shows the help."""
@@ -336,6 +355,8 @@ class CommandGroup(Group):
     def _fail(self, ctx: click.Context, message: str, hint: str, exit_code: int) -> NoReturn:
         if ctx.meta.get(VERBOSE):
             traceback.print_exc()
+        for made, given in ctx.meta.get(MADE, {}).items():
+            message, hint = message.replace(made, given), hint.replace(made, given)
         _print_error(message, hint)
         ctx.exit(exit_code)
 
@@ -361,6 +382,8 @@ def _bug(ctx: click.Context, error: Exception) -> tuple[str, str]:
     return printable(line), "report this line and the command that you ran; `-v` shows the traceback"
 
 
+COMMAND, BARE_OPTION = re.compile(r"`llmconv ([\w-]+)"), re.compile(r"`(-o|--[a-z][\w-]*)[ =`]")
+OWNERS = ("to-hf", "merge-lora", "export", "quantize", "onnx-adapter", "verify", "generate")
 NO_COMMAND = re.compile("no such command `([^`]*)`")
 
 

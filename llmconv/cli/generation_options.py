@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from llmconv.cli import options
-from llmconv.cli.options import ElementType, option
+from llmconv.cli.options import MADE, ElementType, option
 from llmconv.errors import UsageProblem
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -186,5 +186,6 @@ def with_graphs(model: str, given: dict[str, Any]) -> str:
         return model
     from llmconv.generation.runners import graphs_in_cache
 
-    made = graphs_in_cache(Path(model))
+    if made := graphs_in_cache(Path(model)):
+        click.get_current_context().meta.setdefault(MADE, {})[str(made)] = model
     return str(made) if made else model

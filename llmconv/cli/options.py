@@ -21,6 +21,7 @@ from llmconv.progress import set_quiet
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 VERBOSE = "llmconv.verbose"  # key in click's `Context.meta` under which a command stores `-v` for the group
+MADE = "llmconv.made"  # key of a dict: folders that were made in the cache, and what the user named in their place
 NO_PATHS = {"texts"}  # arguments that are texts; all others are paths or model names
 
 

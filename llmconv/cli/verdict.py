@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmconv.addresses import HubAddress, StoreAddress
-from llmconv.errors import LlmconvError, UsageProblem
+from llmconv.errors import LlmconvError, UsageProblem, word
 from llmconv.files.paths import local_only
 from llmconv.progress import status
 
@@ -75,4 +75,4 @@ def verify_export(folder: Path, model: str, given: Mapping[str, Any], show: Show
 
 def say_it_stays(folder: Path) -> None:
     """Prints to stderr that an export was kept though it was not found correct."""
-    click.echo(f"the export stays in `{folder}`; `llmconv verify {folder}` verifies it again", err=True)
+    click.echo(f"the export stays in `{folder}`; `llmconv verify {word(folder)}` verifies it again", err=True)

@@ -38,7 +38,7 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Protocol
 
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, word
 from llmconv.files.safe_folder import make_temporary_folder, remove_temporary_folder
 from llmconv.files.source_file import open_source
 from llmconv.progress import bytes_bar
@@ -233,7 +233,7 @@ def unpacked(path: Path) -> Path:
 @cache
 def _unpacked(path: Path, size: int, _changed: int) -> Path | None:
     with open_source(path) as file:
-        codec = find_codec(file, path.name)
+        codec = find_codec(file, path)
         file.seek(0)
         if codec is None and not is_tar(file.read(RECORD)):
             return None
@@ -245,7 +245,7 @@ def _unpacked(path: Path, size: int, _changed: int) -> Path | None:
                 if DESCRIPTORS.is_dir():
                     (folder / "unpacked").unlink()
                 _unpack(path.name, file, codec, target)
-                if again := find_codec(target, path.name):
+                if again := find_codec(target, path):
                     problem = f"the content of `{path.name}` is compressed again, with {again.name}"
                     raise UnsupportedInput(problem, hint="unpack it once by hand")
                 if DESCRIPTORS.is_dir():
@@ -444,13 +444,15 @@ LZOP_MAGIC = b"\x89LZO\x00\r\n\x1a\n"
 LZ4_LEGACY_MAGIC = b"\x02\x21\x4c\x18"
 
 
-def find_codec(file: BinaryIO, name: str) -> Codec | None:
+def find_codec(file: BinaryIO, path: Path) -> Codec | None:
     """The compression format of `file`, None if not compressed; raises UnsupportedInput if it is unpacked by hand."""
     file.seek(0)
     head = file.read(HEAD)
     for magic, kind, command in ((LZOP_MAGIC, "lzop", "lzop -d"), (LZ4_LEGACY_MAGIC, "lz4's legacy format", "lz4 -d")):
         if head.startswith(magic):
-            raise UnsupportedInput(f"`{name}` is compressed with {kind}", hint=f"unpack it first: `{command} {name}`")
+            raise UnsupportedInput(
+                f"`{path.name}` is compressed with {kind}", hint=f"unpack it first: `{command} {word(path)}`"
+            )
     for _ in range(16):
         if (length := _skippable(head)) is None:
             break

@@ -30,13 +30,13 @@ URI = re.compile(
     r"(?P<scheme>[A-Za-z][\w+.-]*)://(?:(?P<user>[^\s/?#'\"`@:]*)(?P<password>:[^\s/?#'\"`@]*)?@)?"
     r"(?P<path>[^\s?#'\"`]*)(?P<query>[?#][^\s'\"`]*)?"
 )
-# scheme to the command that copies a folder to such a store
+# scheme to the command that copies a file or a folder to such a store
 COPY_TOOLS = {
-    **dict.fromkeys(("s3", "s3a"), "aws s3 cp --recursive"),
-    **dict.fromkeys(("gs", "gcs"), "gcloud storage cp -r"),
-    **dict.fromkeys(("az", "abfs", "abfss"), "azcopy copy --recursive"),
-    "oci": "oci os object bulk-upload",
-    "hf": "hf upload",
+    **dict.fromkeys(("s3", "s3a"), "`aws s3 cp …`, a folder with `--recursive`"),
+    **dict.fromkeys(("gs", "gcs"), "`gcloud storage cp -r …`"),
+    **dict.fromkeys(("az", "abfs", "abfss"), "`azcopy copy --recursive …`"),
+    "oci": "`oci os object put …`, a folder by `oci os object bulk-upload …`",
+    "hf": "`hf upload …`",
 }
 LOCAL_SCHEMES = ("file", "local")  # schemes of this machine's files
 
@@ -101,7 +101,7 @@ def _way_out(scheme: str, rest: str, text: str) -> str:
     if scheme.lower() in LOCAL_SCHEMES:
         return f"give the plain path: `/{rest}`"
     tool = COPY_TOOLS.get(scheme.lower())
-    copied = f"write to a local path, then copy it: `{tool} …`" if tool else "write to a local path, then copy it"
+    copied = f"write to a local path, then copy it: {tool}" if tool else "write to a local path, then copy it"
     return f"{copied}; a local folder `{scheme}:` would be `./{text}`"
 
 

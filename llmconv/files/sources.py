@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from llmconv.addresses import HubAddress, hub_address, is_hub_address, is_store_address, parse_hub_address
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line, listing
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, first_line, listing, word
 from llmconv.files.paths import TEXT_LIMIT, LocalTree, follow, follow_local, is_address, path_of, without_credentials
 from llmconv.files.safe_folder import make_temporary_folder, remove_temporary_folder
 
@@ -80,7 +80,9 @@ def from_hub(address: HubAddress, headers_in: Path | None = None) -> Path:
 
         why = "HF_HUB_OFFLINE is set" if HF_HUB_OFFLINE else "the hub cannot be reached"
         absent = f"`{address.short}` does not exist on this machine and is not in the hub's cache; {why}"
-        raise problem or InputRefused(absent, hint="check the spelling, the current folder and the network") from error
+        rest = " and the current folder, or unset it" if HF_HUB_OFFLINE else ", the current folder and the network"
+        hint = f"check the spelling{rest}"
+        raise problem or InputRefused(absent, hint=hint) from error
 
 
 def sha256_by_name(path: Path) -> str:
@@ -324,8 +326,8 @@ def require_own_folder(model: str | Path) -> None:
         shown = without_credentials(str(model))
         raise InputRefused(
             f"`{shown}` is not a local folder, so graphs cannot be written into it",
-            hint=f"check the spelling; a model of the Hub needs a folder for weights and graphs: "
-            f"`llmconv export {shown} -o OUT`",
+            hint="check the spelling; what is not on this machine needs a folder for weights and graphs: "
+            f"`llmconv export {word(shown)} -o OUT`",
         )
 
 

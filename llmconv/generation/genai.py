@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from llmconv.causal_lm import LengthSwitch, context_length, has_window, language_config, length_switch
-from llmconv.errors import InputRefused, MalformedInput, UsageProblem, first_line
+from llmconv.errors import InputRefused, MalformedInput, UsageProblem, first_line, word
 from llmconv.generation.row import Row, RowStart, TextPiece
 from llmconv.generation.sampling import BEAMS_ONLY, GenerationSettings
 from llmconv.not_a_model_folder import export_again, is_quantized_export
@@ -56,7 +56,11 @@ class GenaiEngine(Runner):
         cannot open it; UsageProblem for session settings that GenAI does not have.
         """
         if not (folder / CONFIG).is_file():
-            again = export_again(folder, LAYOUT) if is_quantized_export(folder) else f"llmconv export {folder} {LAYOUT}"
+            again = (
+                export_again(folder, LAYOUT)
+                if is_quantized_export(folder)
+                else f"llmconv export {word(folder)} {LAYOUT}"
+            )
             raise InputRefused(f"`{folder}` has no {CONFIG}", hint=f"`{again}`")
         config = read_genai_config(folder)
         model = _open(_library(), folder, session or SessionSettings())
@@ -188,7 +192,7 @@ def _open(genai: Any, folder: Path, session: SessionSettings) -> Any:
         return genai.Model(config)
     except Exception as error:  # GenAI's exceptions have no common base class
         problem = f"GenAI cannot open `{folder}`: {first_line(error)}"
-        raise MalformedInput(problem, hint=f"`llmconv export {folder} --layout genai` again") from error
+        raise MalformedInput(problem, hint=f"`llmconv export {word(folder)} --layout genai` again") from error
 
 
 def _integer(config: dict[str, Any], name: str) -> int:

@@ -422,8 +422,9 @@ def pick_choice(tokens: Array, scores: Array, settings: GenerationSettings, gene
         return int(tokens[0])
     if not 0 < settings.top_k <= len(tokens):
         raise UsageProblem(
-            f"the graph returns {len(tokens)} tokens to sample from, but top-k {settings.top_k or 'of all'} needs more",
-            hint=f"give `--temperature 0`, or `--top-k {len(tokens)}` or less, or export another `--postprocess`",
+            f"the graph returns its likeliest tokens alone ({len(tokens)}), and top-k "
+            f"{settings.top_k or 'of all'} needs more",
+            hint=f"give `--temperature 0`, or `--top-k {len(tokens)}`, or export another `--postprocess`",
         )
     kept = np.sort(keep_top_k(scores, settings.top_k))
     kept = kept[np.argsort(tokens[kept])]

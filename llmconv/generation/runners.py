@@ -32,7 +32,7 @@ from llmconv.checkpoint import (
     side_file_names,
     write_small,
 )
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, first_line
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, first_line, word
 from llmconv.files.paths import kind_of, path_of
 from llmconv.files.safe_folder import UNFINISHED, unfinished_folder, user_cache
 from llmconv.files.sources import cached, files_under, is_hub_id, local_path
@@ -297,7 +297,7 @@ def with_lora(runner: Runner, folder: Path, adapter: str | Path) -> OrtRunner:
 
     if not isinstance(runner, OrtRunner) or not runner.lora_inputs:
         raise lora_names.without_inputs(
-            "give `--backend torch`, or merge the adapter: `llmconv merge-lora BASE ADAPTER -o OUT`"
+            "or give `--backend torch`, or merge the adapter: `llmconv merge-lora BASE ADAPTER -o OUT`"
         )
     path = local_path(adapter)
     if path.is_file() and path.suffix == lora_names.SUFFIX:
@@ -454,11 +454,11 @@ def merged_weights(folder: Path, adapter: str | Path) -> Mapping[str, LazyTensor
     base = open_checkpoint(folder)
     try:
         opened = open_adapters([adapter], (), base, None)
+        result, edits = merged(base, opened)
     except LlmconvError as error:
-        if error.hint and "--alpha" in error.hint:
-            error.hint = f"{MERGE}, with `--alpha`"
+        if "`--" in error.hint:
+            error.hint = f"with `llmconv merge-lora BASE ADAPTER -o OUT`, {error.hint}"
         raise
-    result, edits = merged(base, opened)
     if result.config != base.config:
         raise UnsupportedInput("the adapter changes `config.json` of the model", hint=MERGE)
     incomplete = check_complete(result.tensors, result.config, folder.name)
@@ -480,9 +480,7 @@ def graphs_in_cache(folder: Path) -> Path | None:
     kind = "" if _is_plain(folder) else _training_format(folder)
     if not kind and not _is_plain(folder):
         return None
-    instead = f"`llmconv export {folder}` writes them next to the weights; or give `--backend torch`"
-    instead = f"`llmconv to-hf {folder} -o OUT` converts it, `llmconv export OUT` makes graphs" if kind else instead
-    instead = f"`llmconv export {folder} -o OUT` makes graphs of it" if kind == "gguf" else instead
+    instead = _instead(folder, kind)
     try:
         cache = user_cache("exported")
     except InputRefused as error:
@@ -514,6 +512,15 @@ def graphs_in_cache(folder: Path) -> Path | None:
         problem = f"`{folder}` has no graphs, and none can be made in `{entries}`: {first_line(error)}"
         raise InputRefused(problem, hint=instead) from error
     return made
+
+
+def _instead(folder: Path, kind: str) -> str:
+    """The commands that make graphs of a model, or of a training checkpoint of a `kind`."""
+    if kind == "gguf":
+        return f"`llmconv export {word(folder)} -o OUT` makes graphs of it"
+    if kind:
+        return f"`llmconv to-hf {word(folder)} -o OUT` converts it, `llmconv export OUT` makes graphs"
+    return f"`llmconv export {word(folder)}` writes them next to the weights; or give `--backend torch`"
 
 
 def _is_plain(folder: Path) -> bool:
@@ -560,18 +567,26 @@ def _export(folder: Path, made: Path) -> None:
         elif path.suffix in COPIED and path.name != MANIFEST and path.is_file():
             shutil.copyfile(own_file(folder, path.name), made / path.name)
     write_small(made, {name: content for name, content in read_side_files(folder).items() if "/" in name})
-    with _named(made, folder, "or give `--backend torch`"):
+    with _named(made, folder, "or give `--backend torch`", f"llmconv export {word(folder)}"):
         export(made)
 
 
+TORCH_OF_FOLDER = "or give `--backend torch` with the folder that `llmconv to-hf` makes"
+
+
 @contextmanager
-def _named(made: Path, given: Path, way: str, *, converting: bool = False) -> Iterator[None]:
-    """Errors name what was given, and not the folder in the cache; hints end with a `way` out, if one is."""
+def _named(made: Path, given: Path, way: str, command: str, *, converting: bool = False) -> Iterator[None]:
+    """Errors name what was given, and not the folder in the cache, and the `command` whose options a hint names.
+
+    Hints end with a `way` out, if one is.
+    """
     try:
         yield
     except LlmconvError as error:
         error.message = error.message.replace(str(made), str(given))
         error.hint = error.hint.replace(str(made), str(given))
+        if "`-" in error.hint:
+            error.hint = f"with `{command}`, {error.hint}"
         if converting or not isinstance(error, MalformedInput):  # what is damaged runs nowhere
             error.hint += f"; {way}"
         error.args = (error.message,)
@@ -584,13 +599,13 @@ def _convert(path: Path, made: Path) -> None:
     from llmconv.files.gguf_file import holds_gguf  # noqa: PLC0415
 
     if holds_gguf(path):
-        with _named(made, path, "or give `--backend torch` with the folder that `llmconv to-hf` makes"):
+        with _named(made, path, TORCH_OF_FOLDER, f"llmconv export {word(path)}"):
             _export_gguf(path, made)
         return
-    command = f"the command that has options for it is `llmconv to-hf {path} -o OUT`; then give OUT"
-    with _named(made, path, command, converting=True):
+    command = f"llmconv to-hf {word(path)} -o OUT"
+    with _named(made, path, f"what `{command}` writes can be given here", command, converting=True):
         to_hf(path, made)
-    with _named(made, path, "or give `--backend torch` with the folder that `llmconv to-hf` makes"):
+    with _named(made, path, TORCH_OF_FOLDER, "llmconv export OUT"):
         export(made)
 
 

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from llmconv.addresses import StoreAddress, is_store_address, parse_address
 from llmconv.checkpoint import INDEX, parse_object
-from llmconv.errors import InputRefused, OutputFailed
+from llmconv.errors import InputRefused, OutputFailed, word
 from llmconv.files import mirror
 from llmconv.files.safe_folder import Link, is_inner, refuse_links
 from llmconv.files.source_file import open_source
@@ -86,7 +86,7 @@ def take(store: ObjectStore, claim: Claim, *, joins: bool) -> tuple[Claim, bool]
     for _ in range(TRIES):
         if found := read_claim(store):
             if found.key != claim.key:
-                clean = f"`llmconv clean {store.address}`"
+                clean = f"`llmconv clean {word(store.address)}`"
                 raise _taken(store, f"it has other inputs or options: wait, or remove what it left with {clean}")
             if not joins:
                 raise _taken(store, "wait until it has ended; `--resume` continues an interrupted run")

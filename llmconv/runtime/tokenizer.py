@@ -118,11 +118,14 @@ PLAIN = {"PreTrainedTokenizerFast", "TokenizersBackend"}
 OTHER_FILES_FIRST = ("mistral", "pixtral", "voxtral", "ministral")
 
 
-def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
-    """The folder's tokenizer, with custom code only if trusted; InputRefused for none, MalformedInput if hostile."""
+def load_tokenizer(folder: Path, trust_remote_code: bool = False, *, way_out: str = "") -> Any:
+    """The folder's tokenizer, with custom code only if trusted; MalformedInput if hostile.
+
+    Raises InputRefused for none, with a hint that ends with a further `way_out`.
+    """
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        problem = f"`{folder}` has no tokenizer"
-        raise InputRefused(problem, hint="convert with `llmconv to-hf … --tokenizer PATH`, or copy tokenizer.json")
+        hint = f"copy the tokenizer's files of the original model into it{way_out}"
+        raise InputRefused(f"`{folder}` has no tokenizer", hint=hint)
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
             with open(folder / name, "rb") as file:
@@ -155,7 +158,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Any:
 def find_tokenizer(given: Any, folder: Path, trust_remote_code: bool) -> Any:
     """The tokenizer of a caller, an object or a folder, None for that in `folder`; UsageProblem for others."""
     if given is None:
-        return load_tokenizer(folder, trust_remote_code)
+        return load_tokenizer(folder, trust_remote_code, way_out=", or give `--tokenizer FOLDER`")
     if isinstance(given, str | os.PathLike):
         return load_tokenizer(local_path(os.fspath(given)), trust_remote_code)
     if isinstance(given, type) or not callable(given) or not callable(getattr(given, "decode", None)):

@@ -99,7 +99,7 @@ def test_a_prompt_of_a_reranker_that_is_too_long_is_refused(folder: Path) -> Non
 
 
 def test_a_folder_without_such_a_graph_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputRefused, match="no graph that returns embeddings"):
+    with pytest.raises(InputRefused, match="is an empty folder"):
         Embedder(tmp_path)
 
 

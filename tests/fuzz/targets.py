@@ -130,7 +130,7 @@ def _read_codes(folder: Path) -> None:
 def unpack_file(path: Path) -> None:
     """What is packed in a file, to a file without a name."""
     with open(path, "rb") as file, tempfile.TemporaryFile(buffering=0) as target:
-        codec = find_codec(file, path.name)
+        codec = find_codec(file, path)
         file.seek(0)
         if codec or is_tar(file.read(RECORD)):
             packing._unpack(path.name, file, codec, target)

@@ -52,7 +52,7 @@ def test_sampled_text_is_the_same(talking: Path, choosing: Choosing) -> None:
 @pytest.mark.quick_rows("argmax-0")
 @pytest.mark.parametrize(("postprocess", "top_k"), [("argmax", 0), ("topk:4", 0), ("topk:4", 5)])
 def test_sampling_from_too_many_tokens_is_refused(choosing: Choosing, postprocess: str, top_k: int) -> None:
-    with pytest.raises(UsageProblem, match="tokens to sample from"):
+    with pytest.raises(UsageProblem, match="likeliest tokens alone"):
         generate(choosing(postprocess), PROMPTS, do_sample=True, top_k=top_k)
 
 

@@ -118,7 +118,7 @@ def test_a_checkpoint_that_needs_options_names_the_command(tmp_path: Path, monke
     torch.save(llama_state(), tmp_path / "plain.pt")
     done = generate(tmp_path / "plain.pt")
     assert done.exit_code == 3 and "does not contain a model configuration" in done.stderr
-    assert f"`--config`; the command that has options for it is `llmconv to-hf {tmp_path / 'plain.pt'}" in done.stderr
+    assert f"hint: with `llmconv to-hf {tmp_path / 'plain.pt'} -o OUT`, give the model's `config.json`" in done.stderr
     assert not list((tmp_path / "cache").rglob("*.*"))
 
 

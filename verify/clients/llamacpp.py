@@ -213,7 +213,8 @@ def gguf_file(path: Path) -> Path:
     files = [file for file in files if is_gguf(file)]
     if not files:
         raise InputRefused(
-            f"`{path}` is not a GGUF file, and not a folder of one", hint="make one: `llmconv to-gguf MODEL -o FILE`"
+            f"`{path}` is not a GGUF file, and not a folder of one",
+            hint="make one: `llmconv to-gguf MODEL -o FILE.gguf`",
         )
     parts = parts_of(files[0])
     if others := sorted(file.name for file in {*files} - {*parts}):

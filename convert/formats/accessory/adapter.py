@@ -20,7 +20,7 @@ from llmconv.convert.algebra import LAYER_NUMBER, all_zero, fitting, rename, reo
 from llmconv.convert.formats import AdapterFormat
 from llmconv.convert.formats.accessory import config as configs
 from llmconv.convert.formats.accessory import read
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, word
 from llmconv.tensors import LazyTensor, cast
 
 FACTOR = re.compile(r"(?P<module>.+)\.(?P<part>lora_[ab])\.weight")
@@ -45,7 +45,8 @@ def open_accessory_adapter(path: Path, base: Checkpoint, alpha: float | None = N
     whole = read.join(shards, (), _experts(base), path.name)
     if "tok_embeddings.weight" in whole:
         raise InputRefused(
-            f"`{path.name}` holds a whole model", hint=f"convert it: `llmconv to-hf {path.name} -o OUT` merges its LoRA"
+            f"`{path.name}` holds a whole model",
+            hint=f"convert it: `llmconv to-hf {word(path)} -o OUT` merges its LoRA",
         )
     # the factors by the base's modules and the other tensors by its names, rows in its order
     names = configs.table_of(configs.AccessoryParams(family, {"moe": {"num_experts": _experts(base)}}, 0, 0, 1, 1, 0))

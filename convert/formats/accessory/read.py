@@ -32,7 +32,7 @@ from llmconv.convert.formats.meta import SUFFIX, file_order, open_shard, require
 from llmconv.convert.models.completeness import check_complete
 from llmconv.convert.models.head_and_dtype import with_head
 from llmconv.convert.models.model_config import refuse_shards
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing, word
 from llmconv.files.torch_writer import torch_pieces
 from llmconv.output.plan import Plan, Shard, json_bytes
 from llmconv.tensors import LazyTensor
@@ -61,7 +61,7 @@ def open_shards(folder: Path, kind: re.Pattern[str] = SHARD) -> list[dict[str, L
     if kind is SHARD and any(DELTA_FILE.fullmatch(name) for name in names):
         raise UnsupportedInput(
             f"`{folder.name}` is a delta, not a model",
-            hint=f"add it to its base, such as Meta's folder: `llmconv delta apply BASE {folder.name} -o OUT`",
+            hint=f"add it to its base, such as Meta's folder: `llmconv delta apply BASE {word(folder)} -o OUT`",
         )
     if not (numbers := _numbers(folder, kind, names)):
         raise InputRefused(

@@ -26,7 +26,7 @@ from llmconv.convert.models.completeness import WRAPPERS, as_loaded
 from llmconv.convert.models.config_file import OPTION, causal_lm_config, plain_fields
 from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS
 from llmconv.convert.state_dicts.files import Sign, select
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing, word
 from llmconv.files.pickle_machine import Stub
 from llmconv.files.pickle_reader import TensorRef
 from llmconv.files.torch_reader import open_torch_file
@@ -48,7 +48,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         saved = (save.home / ADAPTER_CONFIG).is_file()
         raise UnsupportedInput(
             f"`{save.home.name}` belongs to a PEFT (LoRA) run; its adapter is not part of a plain model",
-            hint=f"use `llmconv merge-lora BASE {save.home if saved else 'ADAPTER'} -o OUT`"
+            hint=f"use `llmconv merge-lora BASE {word(save.home if saved else 'ADAPTER')} -o OUT`"
             + ("" if saved else " after saving the adapter with PEFT"),
         )
     tensors = select(model.tensors, lambda _, tensor: tensor, save.name, []) if adapted else dict(model.tensors)

@@ -49,7 +49,7 @@ from llmconv.convert.formats.gguf.names import (
 )
 from llmconv.convert.formats.gguf.tokenizer import sampling_keys, tokenizer_keys
 from llmconv.convert.models.model_config import rope_settings
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem, listing
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem, first_line, listing
 from llmconv.files.copying import cores
 from llmconv.files.gguf_file import ALIGNMENT, ARRAY, BLOCKS, MAGIC, NUMBERS, PLAIN, TEXT
 from llmconv.output.plan import Plan, Shard
@@ -91,7 +91,10 @@ def save(checkpoint: Checkpoint, shards: int, imatrix: Path | None = None, *, ki
     if shards != 1:
         raise UsageProblem("GGUF files are not split into ranks", hint="leave out `--shards`")
     if imatrix and (kind not in MIXTURES or kind == "Q8_0"):
-        raise UsageProblem(f"`{KINDS[kind]}` does not use an importance matrix", hint="give `--dtype q4_k_m`")
+        raise UsageProblem(
+            f"`{KINDS[kind]}` does not use an importance matrix",
+            hint="leave out `--imatrix`, or give another type, such as q4_k_m",
+        )
     architecture = _architecture(checkpoint)
     keys = _keys(checkpoint.config)
     tensors = _tensors(checkpoint, architecture)
@@ -176,7 +179,12 @@ def _full(config: Mapping[str, Any]) -> Any:
     """transformers' configuration, with the defaults of fields that the file lacks."""
     from transformers import AutoConfig  # noqa: PLC0415 - of no other format
 
-    return AutoConfig.for_model(config["model_type"], **{k: v for k, v in config.items() if k != "model_type"})
+    try:
+        return AutoConfig.for_model(config["model_type"], **{k: v for k, v in config.items() if k != "model_type"})
+    except Exception as error:  # its checks of fields raise several classes
+        reason = first_line(error.__cause__ or error)
+        problem = f"transformers cannot read the configuration: {reason.removeprefix('ValueError: ')}"
+        raise MalformedInput(problem, hint="correct `config.json`, or copy that of the original model") from error
 
 
 def _keys(config: Mapping[str, Any]) -> dict[str, Any]:  # noqa: C901, PLR0915 - a line per key
@@ -494,13 +502,16 @@ class Stored:
     data: LazyTensor  # the elements, or the bytes of their blocks
 
 
+F32 = "write it in another type: `llmconv to-gguf MODEL --type f32 -o FILE.gguf`, or `from-hf` with `--dtype float32`"
+
+
 def _stored(name: str, tensor: LazyTensor, kind: str, weights: Array | None) -> Stored:
     """A tensor in a type of `FLOATS` or `QUANTIZERS`; "" as it is."""
     if kind in BY_TYPE:
         return _in_blocks(name, tensor, kind, weights)
     dtype = BY_NAME[KINDS[kind]] if kind else tensor.dtype
     if dtype.name not in OF_DTYPE:
-        raise UnsupportedInput(f"`{name}` is {dtype.name}, which llama.cpp cannot run", hint="give `--dtype float32`")
+        raise UnsupportedInput(f"`{name}` is {dtype.name}, which llama.cpp cannot run", hint=F32)
     return Stored(OF_DTYPE[dtype.name], tensor.shape, cast(tensor, dtype, name))
 
 
@@ -523,7 +534,7 @@ def _in_blocks(name: str, tensor: LazyTensor, kind: str, weights: Array | None) 
         if not largest <= quantizer.limit:
             raise InputRefused(
                 f"`{name}` contains {float(largest):.6g}, too large for the float16 scale of a {kind} block",
-                hint="give `--dtype bfloat16`, and correct the weights if they are not numbers",
+                hint="give a type without blocks, such as bf16, and correct the weights if they are not numbers",
             )
         if weights is None or quantizer.weighted is None:
             return quantizer.blocks(single.reshape(-1, block.elements))

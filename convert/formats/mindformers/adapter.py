@@ -44,7 +44,7 @@ from llmconv.convert.formats.mindformers.config import (
     unfuse,
 )
 from llmconv.convert.formats.mindformers.format import SUFFIXES, family_of, is_mindspore, open_parameters
-from llmconv.errors import InputRefused, UnsupportedInput
+from llmconv.errors import InputRefused, UnsupportedInput, word
 from llmconv.tensors import LazyTensor
 
 DESCRIPTION = "a LoRA of MindFormers"
@@ -62,7 +62,7 @@ def open_mindformers_adapter(path: Path, base: Checkpoint, alpha: float | None =
     if not (pairs := {name: tensor for name, tensor in found.tensors.items() if LORA.fullmatch(name)}):
         raise InputRefused(
             f"`{path.name}` holds {len(found.tensors)} tensors and no LoRA pair",
-            hint=f"convert a whole model with `llmconv to-hf {path.name} --config run.yaml -o OUT`",
+            hint=f"convert a whole model with `llmconv to-hf {word(path)} --config run.yaml -o OUT`",
         )
     others = {name: tensor for name, tensor in found.tensors.items() if name not in pairs}
     family, factors = family_of(pairs, path.name), pair_up(pairs, LORA, path.name)
@@ -74,7 +74,7 @@ def open_mindformers_adapter(path: Path, base: Checkpoint, alpha: float | None =
         placed = place(factors, run, sizes_of(base.config, base.path.name), family.names)
     notes = list(found.warnings)
     if any(f"{module}.weight" in others for module in factors):
-        _require_base(others, family, base, path.name)
+        _require_base(others, family, base, path)
         notes.append(f"left out {len(others)} tensors of the model itself, which the base contains")
         others = {}
     homes = {name: _home(name, family) for name in others}
@@ -170,14 +170,14 @@ def _home(name: str, family: MindFormersFamily) -> str | None:
     return target and target.format(number)
 
 
-def _require_base(others: Mapping[str, LazyTensor], family: MindFormersFamily, base: Checkpoint, source: str) -> None:
+def _require_base(others: Mapping[str, LazyTensor], family: MindFormersFamily, base: Checkpoint, path: Path) -> None:
     """Raises InputRefused if the first block of one of the file's weights differs from the base's."""
     for name, tensor in others.items():
         there = base.get(_home(name, family) or "")
         if there is not None and not _similar(tensor, there):
             raise InputRefused(
-                f"`{source}` holds a whole model with its LoRA, and its `{name}` differs from the base's",
-                hint=f"convert it as it is: `llmconv to-hf {source} --config run.yaml -o OUT` merges its LoRA",
+                f"`{path.name}` holds a whole model with its LoRA, and its `{name}` differs from the base's",
+                hint=f"convert it as it is: `llmconv to-hf {word(path)} --config run.yaml -o OUT` merges its LoRA",
             )
 
 

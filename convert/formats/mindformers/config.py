@@ -373,7 +373,7 @@ def merge_lora(run: RunConfig, tensors: Mapping[str, LazyTensor]) -> tuple[dict[
         raise InputRefused(
             f"`{run.source}` holds LoRA parameters only ({len(pairs)} pairs), without the base weights",
             hint="convert the full checkpoint of the run, which holds both, or merge them into the converted base: "
-            f"`llmconv merge-lora BASE {run.source} --alpha A -o OUT`",
+            "`llmconv merge-lora BASE FILE --alpha A -o OUT`",
         )
     if run.lora.get("lora_alpha") is None:
         raise InputRefused(

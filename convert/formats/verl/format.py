@@ -36,7 +36,7 @@ from llmconv.convert.formats.verl.ranks import join_ranks
 from llmconv.convert.models.config_file import OPTION, plain_fields, trusted_code
 from llmconv.convert.models.transformers_source import causal_lm_classes
 from llmconv.convert.state_dicts.files import RANK_FILE, StateFile, select, tracked
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, word
 from llmconv.files.torch_reader import open_torch_blob
 from llmconv.model_code import AUTO_MAP
 from llmconv.not_a_model_folder import training_files_in
@@ -325,7 +325,7 @@ def _open_adapter(path: Path, base: Checkpoint, alpha: float | None) -> Adapter:
         return open_adapter(inner, alpha)
     whole = InputRefused(
         f"`{path}` is a training run (`{FORMAT.name}`) without a LoRA adapter",
-        hint=f"convert its model: `llmconv to-hf {path} -o OUT`",
+        hint=f"convert its model: `llmconv to-hf {word(path)} -o OUT`",
     )
     if _holds_megatron(folder) and not _holds_ranks(folder):
         raise whole

@@ -245,7 +245,7 @@ class OrtGraph:
         settings = settings or SessionSettings()
         settings = replace(settings, yields=settings.yields or len(entry.files) > 1)
         fixed = ", ".join(f"{name} = {size}" for name, size in settings.free_dimensions.items())
-        self._hint = f"free dimensions are fixed to {fixed}" if fixed else VERIFY
+        self._hint = f"free dimensions are fixed to {fixed}: leave that out of the session options" if fixed else VERIFY
         self._device = settings.device
         self._session = self._connect(entry.paths(path.parent), settings)
         declared, results = self._session.get_inputs(), self._session.get_outputs()

@@ -57,7 +57,9 @@ def require_factors(factors: Mapping[str, Array], inputs: Mapping[str, Sequence[
 def without_inputs(way_out: str) -> InputRefused:
     """The error for an adapter and graphs that take none; `way_out` is the alternative to an export with inputs."""
     problem = "the graphs have no inputs for LoRA factors"
-    return InputRefused(problem, hint=f"export them with `--lora-inputs all-linear`, {way_out}")
+    return InputRefused(
+        problem, hint=f"`llmconv export MODEL --lora-inputs all-linear --overwrite` makes them with such; {way_out}"
+    )
 
 
 def declared_factors(model: onnx.ModelProto) -> dict[str, list[int | str]]:

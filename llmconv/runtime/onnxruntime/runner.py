@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from llmconv.errors import InputRefused, UnsupportedInput
+from llmconv.errors import InputRefused, UnsupportedInput, word
 from llmconv.files.sources import snapshot_home
 from llmconv.output.manifest import GraphEntry, graph_entries, single_pass_entries
 from llmconv.runtime.extra_inputs import HIDDEN, ExtraInput, ModelCall
@@ -43,7 +43,7 @@ class OrtRunner(Runner):
             elsewhere = " -o OUT" if snapshot_home(folder) else ""
             raise InputRefused(
                 f"`{folder}` has no graphs that generate" + (f", only `{others[0]}` without a cache" if others else ""),
-                hint=f"run `llmconv export {folder}{elsewhere}`, or give `--backend torch`"
+                hint=f"run `llmconv export {word(folder)}{elsewhere}`, or give `--backend torch`"
                 + ("; `llmconv embed` runs graphs of embeddings, classes and scores" if others else ""),
             )
         graph = require_right(

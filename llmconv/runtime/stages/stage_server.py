@@ -120,7 +120,9 @@ class StagedExport:
     def read(cls, folder: Path) -> StagedExport:
         """The stages of a folder; raises InputRefused unless llmconv.json has checksums of graphs in stages."""
         if not folder.is_dir():
-            raise InputRefused(f"`{folder}` is not a folder", hint="give the OUT of `llmconv export --stages K -o OUT`")
+            raise InputRefused(
+                f"`{folder}` is not a folder", hint="give the OUT of `llmconv export MODEL --stages K -o OUT`"
+            )
         manifest, found = read_manifest(folder), {entry.role: entry for entry in graph_entries(folder)}
         if not found or len(next(iter(found.values())).files) == 1:
             problem = f"`{folder}` has no graphs in stages"

@@ -255,7 +255,7 @@ class StagedRunner(Runner):
 
 NO_CHECKSUMS = (
     "llmconv.json has no checksums of the weights, so stages of another model of the same shapes are not recognized: "
-    "`llmconv export --stages K -o OUT` records them"
+    "`llmconv export MODEL --stages K -o OUT` records them"
 )
 
 
