@@ -82,6 +82,30 @@ def llama2c_files() -> list[bytes]:
     return [(FIXTURES / "llama2c" / name).read_bytes() for name in names]
 
 
+def neox_files(name: str) -> list[bytes]:
+    """A file of the genuine run in GPT-NeoX's names."""
+    return [(FIXTURES / "neox" / "run" / "global_step7" / name).read_bytes()]
+
+
+def with_neox(path: Path) -> Path:
+    """The run with one file of another content, in the folder of that file."""
+    source, folder = FIXTURES / "neox" / "run", path.parent / "run"
+    for file in (one for one in source.rglob("*") if one.is_file()):
+        copy = folder / file.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes((path if file.name == path.name else file).read_bytes())
+    return folder
+
+
+NEOX_WORDS = (
+    b"norm: rmsnorm",
+    b"activation: swiglu",
+    b"num-kv-heads: 1",
+    b"gpt_j_residual: true",
+    b"model-parallel-size: 2",
+)
+
+
 IMPORTANCE = {"blk.0.attn_q.weight": (4, 4), "blk.0.ffn_up_exps.weight": (2, 3, 4)}  # shapes of matrices
 
 

@@ -51,6 +51,7 @@ from tests.fuzz.seeds import (
     IMPORTANCE,
     LAYOUT,
     MESSAGE,
+    NEOX_WORDS,
     OPCODES,
     QUANT_STEP,
     RUN,
@@ -72,6 +73,7 @@ from tests.fuzz.seeds import (
     importances,
     llama2c_files,
     megatron,
+    neox_files,
     old_file,
     one_tensor,
     packed,
@@ -80,6 +82,7 @@ from tests.fuzz.seeds import (
     strategies,
     with_codes,
     with_keys,
+    with_neox,
 )
 from tests.fuzz.target import Target, built, others, run_target
 from tests.hostile import honest, ranks
@@ -107,6 +110,12 @@ def _open_llama2c(path: Path) -> None:
     if found.detect(path):
         for tensor in open_format(found, path, path.name, {}, None).tensors.values():
             tensor.read()
+
+
+def _open_neox(path: Path) -> None:
+    """The genuine run in GPT-NeoX's names with another file, and its tensors."""
+    for tensor in open_format(formats()["neox"], with_neox(path), "run", {}, None).tensors.values():
+        tensor.read()
 
 
 def _read_importance(path: Path) -> None:
@@ -190,6 +199,13 @@ TARGETS: dict[str, Target] = {
         lambda: [(FIXTURES.parent / "llama2c" / "grouped_untied_compiled" / "tokenizer.bin").read_bytes()],
         read_llama2c_tokenizer,
     ),
+    "neox": Target(
+        "layer_02-model_00-model_states.pt",
+        lambda: neox_files("layer_02-model_00-model_states.pt"),
+        _open_neox,
+        words=OPCODES,
+    ),
+    "neox-config": Target("m.yml", lambda: neox_files("configs/m.yml"), _open_neox, words=NEOX_WORDS),
     "quantized-folder": Target("x.json", code_folders, lambda path: _read_codes(with_codes(path))),
     "importance": Target("x.imatrix", importances, _read_importance, words=GGUF_WORDS),
     "header": Target(

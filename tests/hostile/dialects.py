@@ -94,11 +94,67 @@ def nanopickle(folder: Path, opcodes: bytes) -> Path:
     )
 
 
+def neox(refused: str | None, change: Callable[[Path], object]) -> Case:
+    """A genuine run in GPT-NeoX's names, after `change` of its step."""
+
+    def build(folder: Path) -> Path:
+        shutil.copytree(FIXTURES / "neox" / "run", folder / "run")
+        change(folder / "run" / "global_step7")
+        return folder / "run"
+
+    return Case(build, refused)
+
+
+def neox_field(**fields: Any) -> Callable[[Path], object]:
+    def put(step: Path) -> None:
+        file = step / "configs" / "m.yml"
+        written = {name.replace("-", "_"): value for name, value in yaml.safe_load(file.read_text()).items()}
+        file.write_text(yaml.safe_dump({**written, **fields}))
+
+    return put
+
+
+def neox_link(name: str, target: str) -> Callable[[Path], object]:
+    """Puts a link in place of a file of a step, and names it as the vocabulary."""
+
+    def put(step: Path) -> None:
+        neox_field(vocab_file=f"/x/{name}", tokenizer_type="HFTokenizer")(step)
+        (step / name).unlink(missing_ok=True)
+        (step / name).symlink_to(target)
+
+    return put
+
+
+def neox_state(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    """Changes the file of the layer."""
+
+    def put(step: Path) -> None:
+        file = step / "layer_02-model_00-model_states.pt"
+        content = torch.load(file)
+        change(content)
+        torch.save(content, file)
+
+    return put
+
+
+def neox_text(text: str) -> Callable[[Path], object]:
+    return lambda step: (step / "configs" / "m.yml").write_text(text)
+
+
+def evil(file: Path) -> None:
+    """Puts a call of `os.system` into a torch file."""
+    parts = members(torch.load(file))
+    call_of_it = text("evil") + call("os", "system", text(SHELL)) + b"s."
+    made = repacked(file.parent, {**parts, "x/data.pkl": parts["x/data.pkl"][:-1] + call_of_it}, "evil.pt")
+    made.rename(file)
+
+
 SIZES = "is invalid|not valid"
 HONEST = {
     "litgpt": lit(None),
     "nanogpt": nano(None, lambda content: None),
     "torchtune": tune(None, lambda own: None),
+    "neox": neox(None, lambda step: None),
 }
 CASES: dict[str, Case] = {
     **{f"honest: {name}": case for name, case in HONEST.items()},
@@ -187,6 +243,36 @@ CASES: dict[str, Case] = {
     ),
     "torchtune: 2^60 heads": tune(
         "more than any model has", lambda own: None, num_attention_heads=1 << 60, head_dim=None
+    ),
+    "neox: os.system": neox(ATTACK + "|" + UNKNOWN, lambda step: evil(step / "layer_02-model_00-model_states.pt")),
+    "neox: YAML that builds": neox("not valid YAML", neox_text("a: !!python/object/apply:os.system ['" + SHELL + "']")),
+    "neox: a YAML bomb": neox("aliases that expand", neox_text(MERGE)),
+    "neox: YAML 20,000 deep": neox("not valid YAML", neox_text("[" * 20_000)),
+    "neox: YAML of a list": neox("not a YAML mapping", neox_text("[1]")),
+    "neox: 2^30 layers": neox("lacks module|has the `num_layers`", neox_field(num_layers=1 << 30)),
+    "neox: layers of 400 digits": neox(SIZES + "|num_layers", neox_field(num_layers=HUGE)),
+    "neox: 2^30 ranks": neox("lacks module", neox_field(model_parallel_size=1 << 30)),
+    "neox: heads of nothing": neox(SIZES, neox_field(num_attention_heads=0)),
+    "neox: a rotary part without an end": neox(SIZES, neox_field(rotary_pct=float("inf"))),
+    "neox: an epsilon that is not a number": neox(SIZES, neox_field(layernorm_epsilon=float("nan"))),
+    "neox: attention of everything": neox("plain attention", neox_field(attention_config=[["a" * 99_999, {"b": [1]}]])),
+    "neox: a norm that is a list": neox(SIZES, neox_field(norm=[1])),
+    "neox: a vocabulary that leads out": neox(
+        None, neox_field(vocab_file="../../../../etc/passwd", tokenizer_type="HFTokenizer")
+    ),
+    "neox: a vocabulary that is a link": neox("leads out", neox_link("w.json", "/etc/passwd")),
+    "neox: a configuration that is a link": neox("leads out", neox_link("configs/m.yml", "/dev/zero")),
+    "neox: a name that leads out": neox("unexpected", neox_state(changed("../../evil", torch.zeros(2)))),
+    "neox: an escape sequence": neox("unexpected", neox_state(changed("\x1b[2J\n.weight", torch.zeros(2)))),
+    "neox: a scalar for a matrix": neox(
+        "fit|shape", neox_state(changed("attention.query_key_value.weight", torch.tensor(1.0)))
+    ),
+    "neox: three axes for a matrix": neox("fit|shape", neox_state(changed("mlp.linear1.weight", torch.zeros(4, 4, 4)))),
+    "neox: a file of a module of six digits": neox(
+        "has `layer_999999",
+        lambda step: shutil.copy(
+            step / "layer_02-model_00-model_states.pt", step / "layer_999999-model_00-model_states.pt"
+        ),
     ),
     "torchtune: another family": tune("unknown|no causal", lambda own: None, model_type="gpt2"),
 }

@@ -94,10 +94,16 @@ def _require_one_model(names: Collection[str], source: str) -> None:
         )
 
 
+def _is_neox(path: Path) -> bool:
+    from llmconv.convert.formats.neox import is_neox  # noqa: PLC0415 - of no other folder
+
+    return is_neox(path)
+
+
 FORMAT = Format(
     name="deepspeed",
     title="DeepSpeed ZeRO: a folder with `latest` and one such as `global_step500`",
-    detect=save_folder.is_deepspeed,
+    detect=lambda path: save_folder.is_deepspeed(path) and not _is_neox(path),
     sign=Sign(keys=("ds_version", "ds_config", "param_shapes")),
     open=_open,
     options=("drop", *OPTIONS, OPTION),
