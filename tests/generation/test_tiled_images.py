@@ -145,7 +145,7 @@ def test_a_processor_that_needs_a_missing_package_names_it(tmp_path: Path) -> No
         pytest.skip("torchvision is installed")
     (tmp_path / "processor_config.json").write_text('{"processor_class": "PixtralProcessor"}')
     encoder = ImageEncoder(tmp_path, family("mistral3"), lambda: lambda given: None)  # type: ignore[arg-type,return-value]
-    with pytest.raises(InputRefused, match="requires the Torchvision library$") as found:
+    with pytest.raises(InputRefused, match="requires the Torchvision library(?m:$)") as found:
         encoder.encode("~", [save_picture(tmp_path / "a.png")], starts=True)
     assert "install the torchvision" in str(found.value.hint)
 

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.cli import main
+from tests.builders.embedding_models import save_modules
 from tests.cli.commands import ROOT
 from tests.cli.hint_words import hint_problem, is_open, path_of, spellings
 
@@ -522,15 +523,17 @@ ROWS = {
         says(""),
     ),
     "no graph of embeddings": Row(
-        "embed model fox",
-        lambda refusal: [*type_it()(refusal), refusal.words],
-        says(""),
-        "base",
+        "embed model fox", lambda refusal: [*type_it()(refusal), refusal.words], says(""), "pooled"
     ),
     "no text to embed": Row(
-        "embed {embedder}",
-        lambda refusal: [[*refusal.words, "fox"]] if "after the folder" in refusal.hint else [],
+        "embed model",
+        lambda refusal: (
+            [["export", "model", "--task", "embed"], [*refusal.words, "fox"]]
+            if "after the folder" in refusal.hint
+            else []
+        ),
         says(""),
+        "pooled",
     ),
     # adapters for graphs, and the Hub
     "no inputs for an adapter": Row(
@@ -559,7 +562,6 @@ ROWS = {
 }
 SLOW = (
     "{graphs}",
-    "{embedder}",
     "export ",
     "verify ",
     "embed ",
@@ -576,9 +578,7 @@ SLOW = (
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A checkpoint, the model in it and what other commands make of it; do not write into them."""
     home = tmp_path_factory.mktemp("made")
-    found = {
-        name: home / name for name in ("base", "half", "merged", "delta", "codes", "adapter", "graphs", "embedder")
-    }
+    found = {name: home / name for name in ("base", "half", "merged", "delta", "codes", "adapter", "graphs", "pooled")}
     found["ckpt"] = EXAMPLE / "ep4-ba2400-rank0.pt"
     shutil.copytree(EXAMPLE / "adapter", found["adapter"])
     for line in (
@@ -589,6 +589,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "quantize {base} -o {codes} --scheme w8a8",
     ):
         succeed(line.format(**found).split())
+    save_modules(shutil.copytree(found["base"], found["pooled"]))
     return found
 
 
@@ -596,10 +597,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def graphs(made: dict[str, Path], request: pytest.FixtureRequest) -> dict[str, Path]:
     """`made`, with graphs where a row names them."""
     row = ROWS[request.getfixturevalue("name")]
-    for name, options in {"graphs": "", "embedder": "--task embed"}.items():
-        uses = f"{{{name}}}" in row.command or row.before == name
-        if uses and not made[name].exists():
-            succeed([*f"export {made['base']} -o {made[name]}".split(), *options.split()])
+    uses = "{graphs}" in row.command or row.before == "graphs"
+    if uses and not made["graphs"].exists():
+        succeed(f"export {made['base']} -o {made['graphs']}".split())
     return made
 
 

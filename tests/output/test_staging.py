@@ -304,7 +304,7 @@ def test_an_incomplete_output_is_not_reported_as_complete(damage: str, tmp_path:
         manifest.write_text('{"files": {"config.json": 3}}')
     else:
         staged(tmp_path / "out").mkdir()
-    with pytest.raises(InputRefused, match="already exists$"):
+    with pytest.raises(InputRefused, match="already exists(?m:$)"):
         write(tmp_path / "out", resume=True)
 
 

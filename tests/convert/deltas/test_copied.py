@@ -60,7 +60,9 @@ def test_another_base_in_what_it_leaves_alone_is_refused_and_leaves_nothing(
 ) -> None:
     other = save_shards(tmp_path / "other", changed_by_one(name))
     before = set(tmp_path.iterdir())
-    with pytest.raises(InputRefused, match=rf"^the base is not the one that `delta` was .*`{name}` has other values$"):
+    with pytest.raises(
+        InputRefused, match=rf"^the base is not the one that `delta` was .*`{name}` has other values(?m:$)"
+    ):
         apply_delta(other, tmp_path / "delta", tmp_path / "back", max_shard_size=size)
     assert set(tmp_path.iterdir()) == before
 

@@ -132,7 +132,7 @@ def test_a_latest_with_a_missing_save_lists_the_existing_ones(tmp_path: Path) ->
     (save_zero_2(tmp_path, GROUPS, 2) / "latest").write_text("global_step8")
     with pytest.raises(MalformedInput, match="names 'global_step8', which is not a save") as caught:
         open_training(tmp_path)
-    assert f"`{TAG}`" in caught.value.hint
+    assert f"{tmp_path / TAG}`" in caught.value.hint
 
 
 def test_a_folder_with_latest_alone_is_not_claimed(tmp_path: Path) -> None:
