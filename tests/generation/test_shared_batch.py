@@ -180,7 +180,7 @@ def test_an_error_of_one_row_ends_that_row_alone(talking: Path, tmp_path: Path) 
     found = [next(first).token]
     next(second)
     third = model.stream([[40]], bad, others=others)
-    with pytest.raises(UsageProblem, match="to sample from"):
+    with pytest.raises(UsageProblem, match="likeliest tokens alone"):
         list(third)
     while (piece := next(first, None)) is not None:
         found.append(piece.token)
