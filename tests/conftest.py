@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 
 from tests.builders.seeded import TEXT, save_seeded
 from tests.builders.slow_rows import each_value
 from tests.builders.tracing import SHARED, trace_once
+from tests.cli.hint_words import hint_problem, path_of
 from tests.stores.bucket import Bucket, served
 
 
@@ -141,6 +145,25 @@ def save_tiny(model_type: str, folder: Path, **changes: Any) -> Path:
     assert model_type in CONFIGS or changes, "the default sizes are those of a real model, of many gigabytes"
     config = transformers.AutoConfig.for_model(model_type, **(CONFIGS.get(model_type, {}) | changes))
     return save_seeded(config, folder, TEXT)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _followed_hints() -> Iterator[None]:
+    """Every hint with which a command refuses an input in a test can be followed as it is written."""
+    invoke = CliRunner.invoke
+
+    def checked(self: CliRunner, cli: Any, args: Any = None, *rest: Any, **given: Any) -> Result:
+        result = invoke(self, cli, args, *rest, **given)
+        words = shlex.split(args) if isinstance(args, str) else [str(word) for word in args or ()]
+        if result.exit_code:
+            for hint in re.findall(r"^hint: (.*)$", result.stderr, re.MULTILINE):
+                problem = hint_problem(path_of(words) if words else "", hint)
+                assert not problem, f"the hint of {words} cannot be followed: {problem}"
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CliRunner, "invoke", checked)
+        yield
 
 
 @pytest.fixture(scope="session")

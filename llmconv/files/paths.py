@@ -32,7 +32,7 @@ URI = re.compile(
 )
 # scheme to the command that copies a file or a folder to such a store
 COPY_TOOLS = {
-    **dict.fromkeys(("s3", "s3a"), "`aws s3 cp …`, a folder with `--recursive`"),
+    **dict.fromkeys(("s3", "s3a"), "`aws s3 cp …`, for a folder `aws s3 cp --recursive …`"),
     **dict.fromkeys(("gs", "gcs"), "`gcloud storage cp -r …`"),
     **dict.fromkeys(("az", "abfs", "abfss"), "`azcopy copy --recursive …`"),
     "oci": "`oci os object put …`, a folder by `oci os object bulk-upload …`",

@@ -108,7 +108,8 @@ def command_problem(text: str) -> str:
     A text with an argument or an output is a whole command, so nothing that the command requires is left out.
     """
     words = words_of(text)[1:]
-    if words in (["--help"], ["COMMAND", "--help"]) or words[0] == "X":
+    groups = {name.partition(" ")[0] for name in LEAVES} | {"COMMAND"}
+    if words == ["--help"] or words[0] == "X" or words[0] in groups and words[1:] == ["--help"]:
         return ""
     if not (name := path_of(words)):
         return f"no command `{words[0]}`"
