@@ -52,7 +52,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             if signature.parameters[name].kind is not inspect.Parameter.VAR_KEYWORD:
                 bound.arguments[name] = fitted(value, hints.get(name, Any), name)
             elif get_origin(hints[name]) is Unpack:
-                fields = get_type_hints(get_args(hints[name])[0], include_extras=True)
+                fields = _of_options(get_args(hints[name])[0])
                 bound.arguments[name] = {key: fitted(one, fields.get(key, Any), key) for key, one in value.items()}
         try:
             return function(*bound.args, **bound.kwargs)
@@ -71,7 +71,7 @@ def _known(signature: inspect.Signature, hints: Mapping[str, Any]) -> set[str] |
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
             known.add(name)
         elif get_origin(hints.get(name)) is Unpack:
-            known |= get_args(hints[name])[0].__annotations__.keys()
+            known |= _of_options(get_args(hints[name])[0]).keys()
         else:
             return None
     return known
@@ -81,7 +81,7 @@ def _fields(signature: inspect.Signature, hints: Mapping[str, Any]) -> dict[str,
     """The annotations of all parameters and options."""
     options = [get_args(hint)[0] for hint in hints.values() if get_origin(hint) is Unpack]
     found = {name: hints[name] for name in signature.parameters if name in hints}
-    return found | {name: hint for kind in options for name, hint in get_type_hints(kind).items()}
+    return found | {name: hint for kind in options for name, hint in _of_options(kind).items()}
 
 
 SPELLED = {"o": "output", "from": "format", "stop": "stop_strings", "density": "densities", "export": "first_export"}
@@ -113,6 +113,12 @@ def in_python(hint: str, parameters: Mapping[str, Any]) -> str:
         return re.sub(r" (?=\w+=)", ", ", OPTION.sub(named, found[0])) if is_option else found[0]
 
     return re.sub(r"`[^`]+`", spoken, hint)
+
+
+@cache
+def _of_options(kind: Any) -> dict[str, Any]:
+    """The annotations of a TypedDict of options by name."""
+    return get_type_hints(kind, include_extras=True)
 
 
 @cache
