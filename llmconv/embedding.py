@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Unpack
@@ -114,6 +115,15 @@ class Embedder:
     def vocabulary(self) -> int:
         """Number of tokens of the tokenizer."""
         return len(self._tokenizer)
+
+    @cached_property
+    def around(self) -> frozenset[int]:
+        """The special tokens that the tokenizer puts around every text."""
+        return frozenset(self._tokenizer("")["input_ids"]) & frozenset(self._tokenizer.all_special_ids)
+
+    def names(self, ids: Sequence[int]) -> list[str]:
+        """The tokens with these ids."""
+        return [str(one) for one in self._tokenizer.convert_ids_to_tokens(ids)]
 
     def tokens(self, texts: Sequence[str], prompt_name: str | None = None, *, cuts: bool = True) -> list[list[int]]:
         """Token ids of every text after its prompt; special tokens at the end are kept where a text is cut.

@@ -23,6 +23,7 @@ from llmconv.export.clients.image_parts import flatten_features, place_features,
 from llmconv.export.input_map import Port
 from llmconv.output.manifest import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.output.plan import json_bytes
+from llmconv.progress import warn
 from llmconv.runtime.extra_inputs import IMAGE_FEATURES, INPUTS_EMBEDS, PIXEL_VALUES
 
 IMAGE_MODELS = frozenset({"aya_vision", "got_ocr2", "internvl", "llava", "vipllava"})
@@ -69,6 +70,16 @@ SEARCH = {  # fields with the same name in `generation_config.json` and in genai
     "repetition_penalty": float,
     "no_repeat_ngram_size": int,
     "min_length": int,
+}
+
+
+NOT_READ = {  # fields of `generation_config.json` that change the text, which GenAI does not have; and what is neutral
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids", "sequence_bias")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "stop_strings")),
+    **dict.fromkeys(("top_h", "constraints", "watermarking_config", "dola_layers", "max_time")),
+    **dict.fromkeys(("typical_p", "guidance_scale", "encoder_repetition_penalty"), 1.0),
+    **dict.fromkeys(("min_new_tokens", "encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"), 0),
+    **dict.fromkeys(("min_p", "penalty_alpha"), 0),
 }
 
 
@@ -188,6 +199,12 @@ def _ids(config: Any, generation: Mapping[str, Any] | None, name: str) -> list[i
 def _search(model: ClientModel) -> Mapping[str, Any]:
     """Sampling options of `generation_config.json`; greedy without them."""
     given = model.generation or {}
+    lost = [name for name, neutral in NOT_READ.items() if given.get(name) not in (None, neutral, [], {})]
+    if lost:
+        warn(
+            f"ONNX Runtime GenAI has no {', '.join(f'`{name}`' for name in lost)} of generation_config.json: its texts "
+            "differ from those of transformers and `llmconv generate` unless your program does what they say"
+        )
     numbers = {name: value for name, value in given.items() if isinstance(value, int | float) and isfinite(value)}
     kept = {name: kind(numbers[name]) for name, kind in SEARCH.items() if name in numbers}
     return {

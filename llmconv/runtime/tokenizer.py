@@ -143,6 +143,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False, *, way_out: st
             _follow_flags(found, folder)
         elif own is None and (folder / MODEL).is_file():
             _follow_model(found, folder)
+        _follow_bytes(found)
         return found
     except LlmconvError:
         raise
@@ -325,6 +326,27 @@ def _follow_flags(found: Any, folder: Path) -> None:
     backend.post_processor = TemplateProcessing(
         single=single, pair=[*single, *around("$B", 1)], special_tokens=[*before, *after]
     )
+
+
+BYTES = b'"ByteLevel"'
+
+
+def _follow_bytes(found: Any) -> None:
+    """Gives a tokenizer whose tokens are bytes the decoder that reads them; some files have SentencePiece's.
+
+    Mistral's tekken of Devstral 2 is one: its texts had `Ġ` in the place of spaces.
+    """
+    backend: Any = getattr(found, "backend_tokenizer", None)
+    if backend is None or BYTES not in _state(backend.pre_tokenizer) or BYTES in _state(backend.decoder):
+        return
+    from tokenizers.decoders import ByteLevel  # noqa: PLC0415 - few tokenizers need another decoder than their file's
+
+    backend.decoder = ByteLevel()
+
+
+def _state(step: Any) -> bytes:
+    """A step of a tokenizer as JSON; empty for none."""
+    return bytes(step.__getstate__()) if hasattr(step, "__getstate__") and step is not None else b""
 
 
 class TooManyTokens(InputRefused):

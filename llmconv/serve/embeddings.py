@@ -111,6 +111,13 @@ class ServedEmbedder:
         if not all(0 <= token < most for token in ids):
             problem = f"`{where}` has a token id outside the model's vocabulary of {most}: token ids are those of its "
             raise ApiError(f"{problem}own tokenizer, so send texts", parameter=where)
+        if missing := self.embedder.around - {*ids}:
+            names = ", ".join(f"`{name}`" for name in self.embedder.names(sorted(missing)))
+            problem = (
+                f"`{where}` has token ids without {names}, which the model's own tokenizer adds to every text: they "
+            )
+            problem += "seem to be another tokenizer's, so send texts (LangChain: `check_embedding_ctx_length=False`)"
+            raise ApiError(problem, parameter=where)
         return list(ids)
 
     def steps(self, rows: Sequence[Sequence[int]]) -> Iterator[EmbeddedRows]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from itertools import islice
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from llmconv.addresses import StoreAddress
@@ -95,7 +96,7 @@ class ObjectStore:
                 if len(found := [*islice(listed, MOST_OBJECTS + 1)]) > MOST_OBJECTS:
                     problem = f"`{self.address / prefix}` has more than {MOST_OBJECTS:,} objects"
                     raise InputRefused(problem, hint="is this the right address? give the folder of one model")
-                return found
+                return without_markers(found, prefix)
             except GenericError as error:
                 if not tries or "body" not in first_line(error):
                     raise
@@ -299,6 +300,15 @@ def connect(address: StoreAddress) -> Connection:
 
 
 _users: set[int] = set()  # this process, if it has connected to a store, and the one that it was forked from
+
+
+def without_markers(heads: Sequence[Head], prefix: str) -> list[Head]:
+    """The objects without empty ones in the place of a folder, as S3's console and Azure make them for a new folder."""
+    empty = {head.key for head in heads if not head.size}
+    if not empty:
+        return [*heads]
+    folders = {prefix.strip("/"), *(str(parent) for head in heads for parent in PurePosixPath(head.key).parents)}
+    return [head for head in heads if head.key not in empty & folders]
 
 
 def open_uploads(address: StoreAddress, names: Collection[str]) -> tuple[Any, list[dict[str, str]]] | None:

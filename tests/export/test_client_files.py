@@ -340,3 +340,11 @@ def test_clients_that_read_tokenizer_json_are_named_where_it_is_missing(tmp_path
     found = [one for one in said if "tokenizer.json" in one]
     assert len(found) == (name == "tokenizer.model")
     assert all(one.startswith("genai, transformersjs: the tokenizer is read from `tokenizer.json`") for one in found)
+
+
+def test_fields_of_generation_that_genai_does_not_have_are_named() -> None:
+    told: list[str] = []
+    with warnings_to(told.append):
+        genai_config(model_of("llama", {"suppress_tokens": [3], "min_new_tokens": 0, "top_k": 5}), "unified")
+        genai_config(model_of("llama", {"min_new_tokens": 0, "bad_words_ids": None, "typical_p": 1.0}), "unified")
+    assert [one.split(" of ")[0] for one in told] == ["ONNX Runtime GenAI has no `suppress_tokens`"]

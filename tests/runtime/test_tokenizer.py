@@ -73,6 +73,20 @@ def test_tokens_are_those_of_the_file_whatever_its_class(kind: str, name: str, s
     assert TokenDecoder(found)(ids) == file.decode(ids)
 
 
+@pytest.mark.parametrize("name", ["TokenizersBackend", "LlamaTokenizerFast"])
+def test_tokens_of_bytes_are_read_as_bytes_whatever_the_decoder(name: str, tmp_path: Path) -> None:
+    file = trained_file("llama3", tmp_path)
+    right = file.decode(file.encode(TEXT, add_special_tokens=False).ids)
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    file.decoder = decoders.Sequence(steps)
+    file.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    found = load_tokenizer(tmp_path)
+    ids = found(TEXT, add_special_tokens=False)["input_ids"]
+    assert right == TokenDecoder(found)(ids) and "\u0120" not in right
+
+
 ENDS: dict[str, tuple[dict[str, bool], list[str], list[str]]] = {
     "both": ({"add_bos_token": True, "add_eos_token": True}, ["<s>"], ["</s>"]),
     "the end alone": ({"add_bos_token": False, "add_eos_token": True}, [], ["</s>"]),

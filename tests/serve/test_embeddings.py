@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from llmconv.embedding import Embedder, embeds
 from llmconv.errors import UsageProblem
 from llmconv.export.exporter import export
 from llmconv.serve.app import make_app
-from llmconv.serve.embeddings import ServedEmbedder
+from llmconv.serve.embeddings import ServedEmbedder, embedding_request
+from llmconv.serve.fields import ApiError
 from llmconv.serve.scheduler import Scheduler
 from tests.builders.embedding_models import save_model, save_modules, save_reranker
 from tests.builders.server_process import serving
@@ -99,6 +101,23 @@ def test_what_is_too_long_is_cut_only_if_asked(embedding: TestClient, embedder: 
     wanted = embedder.encode([text[:40]])
     for given in (text, embedder.tokens([text], cuts=False)[0]):
         np.testing.assert_allclose(rows(embedding, input=given, truncate=True), wanted, atol=1e-6)
+
+
+def test_token_ids_of_another_tokenizer_are_refused(folder: Path, tmp_path: Path) -> None:
+    """LangChain sends those of OpenAI's models; they lack what this tokenizer adds to every text."""
+    shutil.copytree(folder, own := tmp_path / "own", symlinks=True)
+    file = json.loads((own / "tokenizer.json").read_text())
+    end = file["added_tokens"][0]
+    piece = {"SpecialToken": {"id": end["content"], "type_id": 0}}
+    known = {end["content"]: {"id": end["content"], "ids": [end["id"]], "tokens": [end["content"]]}}
+    single = [{"Sequence": {"id": "A", "type_id": 0}}, piece]
+    file["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": known}
+    (own / "tokenizer.json").write_text(json.dumps(file))
+    served = ServedEmbedder(Embedder(own), "own")
+    [ids] = served.embedder.tokens(["sea"])
+    assert served.rows(embedding_request({"input": ids})) == [ids]
+    with pytest.raises(ApiError, match="check_embedding_ctx_length=False"):
+        served.rows(embedding_request({"input": ids[:-1]}))
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,16 @@ def test_fields_of_other_endpoints_are_refused(client: TestClient) -> None:
     )
 
 
+def test_fields_that_responses_names_otherwise_say_how(client: TestClient) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+    error = refusal(client, "/v1/responses", {"input": "a", "response_format": schema})
+    assert error["message"] == "`response_format` is not supported: give it as `text`: {`format`: …}"
+    assert "max_output_tokens" in refusal(client, "/v1/responses", {"input": "a", "max_tokens": 3})["message"]
+    assert "`messages`" in refusal(client, CHAT, {"messages": [USER], "input": "a"})["message"]
+    plain = {"input": "a", "max_output_tokens": 1, "response_format": {"type": "text"}}
+    assert client.post("/v1/responses", json=plain).status_code == 200
+
+
 def test_unknown_fields_are_ignored(client: TestClient) -> None:
     body = {"messages": [USER], "max_tokens": 1, "chat_id": "a", "stream_options": {"x": 1}, "\n": 3, "best_of": None}
     assert client.post(CHAT, json=body).status_code == 200

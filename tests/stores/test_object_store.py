@@ -53,6 +53,13 @@ def test_an_error_of_the_source_leaves_no_object_and_no_upload(store: ObjectStor
     assert not bucket.uploads()
 
 
+def test_empty_objects_in_the_place_of_folders_are_no_files() -> None:
+    keys = {"a/m": 0, "a/m/logs": 0, "a/m/logs/x": 3, "a/m/config.json": 2, "a/m/empty.txt": 0}
+    heads = [object_store.Head(key, size, "", 0) for key, size in keys.items()]
+    found = [head.key for head in object_store.without_markers(heads, "a/m")]
+    assert found == ["a/m/logs/x", "a/m/config.json", "a/m/empty.txt"]
+
+
 def test_a_listing_without_an_end_is_refused(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b", "c"):
         store.write(name, b"1", 1)
