@@ -252,7 +252,8 @@ def _as_classifier(
     notes = [f"OpenRLHF's `{own}` is written as the {classifier} that computes the same, with one label"]
     notes += ["the classifier has the value of the last token alone"] if own == CRITIC else []
     if config.get("normalize_reward"):
-        notes.append(f"{what}s are not normalized: `mean` and `std` of the configuration are left to the caller")
+        mean, std = (str(config.get(name))[:20] for name in ("mean", "std"))
+        notes.append(f"{what}s are not normalized: OpenRLHF's are (r - {mean}) / {std}, which is left to the caller")
     labels = {"architectures": [classifier], "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     return replace(opened, tensors=tensors), {**config, **labels}, notes
 
@@ -340,7 +341,20 @@ def _explain_folder(folder: Path) -> LlmconvError:
             f"`{folder}` contains {len(checkpoints)} checkpoint files, and not as the shards of one",
             hint=f"name the file, such as `{checkpoints[-1]}`",
         )
-    return known_refusal(folder) or _unknown(folder)
+    return known_refusal(folder) or _explain_run(folder) or _unknown(folder)
+
+
+def _explain_run(folder: Path) -> LlmconvError | None:
+    """The error for a folder of a run, whose checkpoints are folders in it."""
+    inner = [entry for entry in sorted(folder.iterdir())[:NESTED] if entry.is_dir()]
+    kinds = {entry: kind.name for entry in inner if (kind := detect(entry))}
+    if not kinds:
+        return None
+    words = [f"`{entry.name}` (`{kind}`)" for entry, kind in kinds.items()]
+    return InputRefused(
+        f"`{folder.name}` is not a checkpoint itself; it contains {', '.join(words[:5])}",
+        hint=f"give one of them: `{[*kinds][-1]}`",
+    )
 
 
 def _explain_nested(folder: Path) -> LlmconvError | None:

@@ -235,6 +235,12 @@ def adapter_or_delta(folder: Path) -> InputRefused | None:
         if names & MODEL_WEIGHTS and not any(name.startswith("adapter_model.") for name in names):
             problem = f"`{folder}` holds a model with an adapter that may not be merged"
             return UnsupportedInput(problem, hint=f"merge it first: `llmconv to-hf {word(folder)} -o OUT`")
+        if names & MODEL_WEIGHTS:
+            return UnsupportedInput(
+                f"`{folder}` holds an adapter and a whole model, into which it may be merged already",
+                hint=f"if it is, as torchtune saves an epoch, go on: `llmconv export {word(folder)}`; if not, merge: "
+                f"`llmconv merge-lora BASE {word(folder)} -o OUT`",
+            )
         base = adapter_base(folder)
         of = f" of `{base}`" if base else ""
         problem = f"`{folder}` is an adapter{of}, not a model"

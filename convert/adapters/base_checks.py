@@ -42,6 +42,10 @@ def warn_of_origin(base: Checkpoint, adapters: Iterable[Adapter], given: str) ->
 def _of_one(base: Checkpoint, adapter: Adapter, given: str) -> str | None:
     if adapter.settings.name != CONFIG or not adapter.settings.is_file():
         return None
+    if adapter.path.resolve() == base.path.resolve():
+        return (
+            f"`{given}` is base and adapter: if its weights are merged already, as torchtune's, the update counts twice"
+        )
     config = read_json(adapter.settings)
     trained_on = config.get("base_model_name_or_path")
     trained_on = trained_on if isinstance(trained_on, str) else ""

@@ -98,7 +98,9 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
                 tensors = {name.removeprefix(prefix): one for name, one in tensors.items() if name not in foreign}
                 tensors = _from_meta(tensors, settings, path.name) if is_meta_named(state) else tensors
                 settings = as_loaded(tensors, settings)
-        own_files = read_tokenizer(tokenizer) if tokenizer else read_side_files(home) if home else {}
+        homes = [one for one in (home, *(place for place in places if place.is_relative_to(path.resolve()))) if one]
+        found = next((files for one in homes if (files := read_side_files(one))), {})  # a Trainer has no configuration
+        own_files = read_tokenizer(tokenizer) if tokenizer else found
         dropped = (*phrases(sizes_of(_without(folder.tree, root))), *left_out)
         version = f"torch distributed checkpoint {folder.version}".rstrip()
         side_files = {**(base.side_files if base else {}), **own_files}

@@ -241,7 +241,9 @@ def with_architecture(config: Mapping[str, Any]) -> dict[str, Any]:
     if known and kind not in known:
         raise UnsupportedInput(
             f"unsupported model_type `{kind[:80]}`: not a causal language model of the installed transformers",
-            hint="if it has code of its own that you trust, give `--trust-remote-code`, and `--code FOLDER` where the "
+            hint="models with an encoder and a decoder are not read; convert it with the program that trained it"
+            if config.get("is_encoder_decoder")
+            else "if it has code of its own that you trust, give `--trust-remote-code`, and `--code FOLDER` where the "
             "code is elsewhere; or give the right type with `--config`",
         )
     name = auto_classes("MASKED_LM").get(kind) if is_encoder(config) else None

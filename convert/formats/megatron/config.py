@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmconv.convert.algebra import HEAD_LIMIT
@@ -156,6 +156,28 @@ INTERPOLATION = "model_interpolation_factor"  # the number that NeMo and Megatro
 BALANCED = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 LAYER_LIMIT = 4096
 EPSILONS = ("layernorm_epsilon", "norm_epsilon")  # names of the argument: until core 0.4 and since 0.16, and in between
+
+
+# Layers of the last and of the first pipeline stage, in Megatron-LM's names and in those of its core
+STAGE_LAYERS = (
+    *("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage"),
+    *("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_stage"),
+)
+
+
+def with_layers_of_stage(arguments: Arguments) -> tuple[Arguments, list[str]]:
+    """The arguments with the layers that a run of one stage has, and a warning if those are not `num_layers`.
+
+    Megatron core builds as many as the last stage is given, else the first, also if it is the only one
+    (`transformer/transformer_block.py`, `get_num_layers_to_build`).
+    """
+    name = next((one for one in STAGE_LAYERS if arguments.get(one) is not None), None)
+    if name is None or arguments.get("pipeline_model_parallel_size", default=1) != 1:
+        return arguments, []
+    count, stated = arguments.count(name), arguments.get("num_layers")
+    warning = f"the run had {count} layers, not `num_layers` {str(stated)[:20]}: its only stage was given `{name}`"
+    own = replace(arguments, values={**arguments.values, "num_layers": count})
+    return own, [] if count == stated else [warning]
 
 
 def to_config(arguments: Arguments, family: Family) -> dict[str, Any]:

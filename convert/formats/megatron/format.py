@@ -134,6 +134,9 @@ def _unsupported(source: str, name: str, value: Any) -> UnsupportedInput:
     )
 
 
+# Names of an adapter's weights (Megatron Bridge `peft/adapter_wrapper.py`, NeMo `collections/llm/peft`)
+ADAPTER = re.compile(r"\.(?:adapter|adapter_\w+)\.(?:\w+\.)?linear_(?:in|out)\.")
+
 # Names of the argument in Megatron core and in Megatron-LM
 ZERO_CENTERED = ("layernorm_zero_centered_gamma", "apply_layernorm_1p")
 
@@ -166,9 +169,10 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     has_own = run.stored.get("num_layers") is not None
     arguments = configs.Arguments(run.stored, run.source) if has_own else configs.arguments_of(config, run.source)
     given = {} if arguments.values is config else config
+    arguments, of_stage = configs.with_layers_of_stage(arguments)
     old = run.save.nemo is None and any(rank.old for rank in run.ranks)
     warnings = configs.check_arguments(arguments, described="model_type" in given, old=old)
-    warnings += configs.ignored_factor(arguments)
+    warnings += [*of_stage, *configs.ignored_factor(arguments)]
     family = configs.family_of(arguments, given.get("model_type"))
     computed = configs.to_config(arguments, family)
     state = run.state(arguments)
@@ -177,6 +181,12 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     if not (side_files := read_tokenizer(tokenizer) if tokenizer else own):
         warnings.append("a Megatron checkpoint contains no tokenizer; give one with `--tokenizer` if you need it")
     embedding = state.tensors.get(save_folder.EMBEDDING)
+    if adapter := next((name for name in state.tensors if ADAPTER.search(name)), None):
+        raise UnsupportedInput(
+            f"`{run.source}` is of a run with an adapter of Megatron Bridge or NeMo (`{adapter}`), which is not merged",
+            hint="write it as PEFT's with Megatron Bridge (`AutoBridge.export_adapter_ckpt`), and merge that: "
+            "`llmconv merge-lora BASE ADAPTER -o OUT`",
+        )
     if embedding is None or len(embedding.shape) != 2:
         raise MalformedInput(
             f"missing keys: `{run.source}` has no `{save_folder.EMBEDDING}`",

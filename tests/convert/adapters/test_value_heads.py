@@ -120,7 +120,7 @@ def test_a_reward_model_of_openrlhf_becomes_the_classifier_that_computes_the_sam
     model.save_pretrained(tmp_path / "reward")
     made = to_hf(tmp_path / "reward", tmp_path / "out")
     notes = made.checkpoint.warnings
-    assert f"`{kind}` is written as the LlamaForSequenceClassification" in notes[0] and "`mean` and `std`" in notes[-1]
+    assert f"`{kind}` is written as the LlamaForSequenceClassification" in notes[0] and "(r - 0.5) / 2.0" in notes[-1]
     assert ("the classifier has the value of the last token alone" in notes) == (kind == "CriticModel")
     classifier, info = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert classifier.config.num_labels == 1 and not any(info.values())
