@@ -250,12 +250,14 @@ def _settings_of_modelopt(folder: Path) -> dict[str, Any] | None:
 def refuse_mlx_layout(tensors: Mapping[str, LazyTensor], source: str) -> None:
     """UnsupportedInput for a folder that MLX converted from a model whose weights it stores in an order of its own.
 
-    mlx-lm (`models/*.py`, `sanitize`) stacks experts as `switch_mlp`, moves the channels of a `conv1d` to the end, and
-    adds one to norms or multiplies weights in the same families; of others (Llama, Qwen 2 and 3, Gemma) it keeps all.
+    mlx-lm (`models/*.py`, `sanitize`) stacks experts as `switch_mlp`, those of gpt-oss with gate and up apart, moves
+    the channels of a `conv1d` to the end, and adds one to norms or multiplies weights in the same families; of others
+    (Llama, Qwen 2 and 3, Gemma) it keeps all.
     """
     for name, tensor in tensors.items():
         moved = name.endswith("conv1d.weight") and tensor.shape[2:] == (1,) and tensor.shape[1] > 1
-        if moved or ".switch_mlp." in name:
+        apart = name.endswith(".mlp.experts.gate_proj.weight") and len(tensor.shape) == 3
+        if moved or apart or ".switch_mlp." in name:
             raise UnsupportedInput(
                 f"`{source}` was written by MLX, which stores weights of this family in an order, and some with values,"
                 f" of its own (`{name}`)",

@@ -158,6 +158,7 @@ def test_the_defaults_of_every_configuration_are_within_the_bounds() -> None:
         ("model.layers.0.linear_attn.conv1d.weight", (8, 4, 1)),
         ("backbone.layers.0.mixer.conv1d.weight", (8, 4, 1)),
         ("model.layers.0.mlp.switch_mlp.gate_proj.weight", (2, 4, 8)),
+        ("model.layers.0.mlp.experts.gate_proj.weight", (2, 4, 8)),  # gpt-oss
     ],
 )
 def test_what_mlx_stores_in_its_own_order_is_refused_by_its_name(

@@ -98,6 +98,11 @@ class TextStream:
         return text[len(self._text) :] if text.startswith(self._text) else self._decode(self._tokens[self._shown :])
 
 
+def of_earlier_tokens(piece: str) -> int:
+    """Number of first characters of a `TextStream`'s piece that are of tokens before its last: bytes that make none."""
+    return len(piece) - len(piece.lstrip(INCOMPLETE))
+
+
 class StopStrings:
     """Passes text on up to the first stop string, which may span several pieces; ignores empty stop strings.
 
@@ -264,7 +269,8 @@ class Row:
         self.room -= 1
         ended = token in self.settings.eos_token_id
         is_whole = not ended and self._mask is not None and self._mask.push(token)
-        piece, logprob = "" if ended else self._text.push(token), self._logprob(token)
+        piece = "" if ended else self._text.push(token)
+        logprob = self._logprob(token, self._read + of_earlier_tokens(piece))
         self._read += len(piece)
         if self._rules and self.length - len(self.prompt) < self._rules.min_tokens:
             text = piece
@@ -281,13 +287,13 @@ class Row:
             self.finish = "" if self.room and not is_last else "length"
         return TextPiece(self.index, text + self.rest(), token, self.finish, logprob=logprob)
 
-    def _logprob(self, token: int) -> TokenLogprob | None:
-        """That of the token which was picked last, if the settings ask for it."""
+    def _logprob(self, token: int, start: int) -> TokenLogprob | None:
+        """That of the token which was picked last, after `start` characters, if the settings ask for it."""
         if not self._rules or self._rules.top_logprobs is None or not len(self._logits):
             return None
         from llmconv.generation.token_rules import TokenLogprob  # noqa: PLC0415 - few texts have them
 
-        return TokenLogprob.of(self._logits, token, self._rules.top_logprobs, self._read)
+        return TokenLogprob.of(self._logits, token, self._rules.top_logprobs, start)
 
     def rest(self) -> str:
         """The text that was held back, at the end of the sequence; may contain a stop string."""

@@ -15,7 +15,7 @@ from llmconv.generation import Conversation, GenerationSettings, TextModel
 from llmconv.generation.chat_session import ANSWER_TOKENS
 from llmconv.generation.loop import common_length
 from llmconv.generation.prompts import EncodedPrompt
-from llmconv.generation.row import TextPiece, TextStream
+from llmconv.generation.row import TextPiece, TextStream, of_earlier_tokens
 from llmconv.generation.token_rules import TokenLogprob, TokenRules, prompt_logprobs
 from llmconv.memory import available_memory
 from llmconv.progress import warn
@@ -335,8 +335,9 @@ class ServedModel:
         decode = choice.echo_decode or choice.decode or self.model.decode
         stream, length, placed = TextStream(decode), 0, []
         for one in found:
-            placed.append(replace(one, start=min(length, len(choice.echo))))
-            length += len(stream.push(one.token))
+            piece = stream.push(one.token)
+            placed.append(replace(one, start=min(length + of_earlier_tokens(piece), len(choice.echo))))
+            length += len(piece)
         return tuple(placed)
 
     def _paced(self, pieces: Iterator[TextPiece], tokens: int) -> Iterator[TextPiece]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from llmconv.generation.row import INCOMPLETE, OrderedWriter, TextStream
+from llmconv.generation.row import INCOMPLETE, OrderedWriter, TextStream, of_earlier_tokens
 
 
 def byte_tokens(tokens: Sequence[int]) -> str:
@@ -71,3 +71,15 @@ def test_a_bad_byte_after_a_character_is_one_replacement(tokens: list[int]) -> N
     text = "".join(map(stream.push, tokens)) + stream.close()
     size = sum(1 if token < 256 else 2 for token in tokens)
     assert sum(1 if letter == INCOMPLETE else len(letter.encode()) for letter in text) == size
+
+
+@given(st.lists(st.sampled_from([*b"ab", *"é€".encode(), 0xFF]), max_size=12))
+def test_places_of_tokens_are_those_in_the_whole_text(tokens: list[int]) -> None:
+    """Of tokens that end a character; one that was held back stands where it may still begin."""
+    stream, length = TextStream(byte_tokens), 0
+    for count, token in enumerate(tokens, start=1):
+        piece = stream.push(token)
+        before = byte_tokens(tokens[:count])
+        if piece and piece.strip(INCOMPLETE) and token < 0x80:
+            assert length + of_earlier_tokens(piece) == len(before) - 1
+        length += len(piece)

@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
 
 from llmconv.causal_lm import mtp_tensors
 from llmconv.checkpoint import refuse_copies
-from llmconv.errors import MalformedInput, listing
+from llmconv.errors import MalformedInput, UnsupportedInput, listing, word
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.files.source_file import read_into
 from llmconv.tensors import LazyTensor
@@ -140,7 +140,14 @@ def require_loaded(model: Any, report: Mapping[str, Any], stored: Mapping[str, L
     weights are integers without a quantization that explains them.
     """
     refuse_copies(copies_of(model, stored), stored, folder.name)
-    if names := sorted(report["missing_keys"]):
+    names = sorted(report["missing_keys"])
+    if names and all(name.endswith("_zero_point") for name in names):  # transformers would make them up
+        raise UnsupportedInput(
+            f"`{folder.name}` has no zero points, and compressed-tensors wants them where its `quantization_status` is "
+            f"`frozen`: {listing(names)}",
+            hint=f"run `llmconv to-hf {word(folder)} -o OUT --quant dequantize`, and give OUT",
+        )
+    if names:
         problem = f"missing keys: {len(names)} tensors of the model are not in `{folder}`, first `{names[0]}`"
         raise MalformedInput(problem, hint="is this the config.json of these weights?")
     parameters = {name for name, _ in model.named_parameters()}

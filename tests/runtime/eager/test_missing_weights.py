@@ -9,9 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as torch_file
+from safetensors.torch import save_file as save_torch
 
-from llmconv.errors import MalformedInput
+from llmconv.compressed import quantize
+from llmconv.convert import to_hf
+from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.generation import TextModel
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.low_memory.runner import StreamedRunner
@@ -117,3 +122,32 @@ def test_an_index_that_names_another_folder_is_refused(talking: Path, tmp_path: 
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(MalformedInput, match="invalid shard name"):
         TextModel.open(folder, backend="torch")
+
+
+def test_zero_points_that_compressed_tensors_wants_are_not_made_up(talking: Path, tmp_path: Path) -> None:
+    """Static scales of activations, as llm-compressor writes them, in a folder saved as `frozen`."""
+    quantize(talking, tmp_path / "made", scheme="fp8-dynamic")
+    config = json.loads((tmp_path / "made" / "config.json").read_text())
+    settings = config["quantization_config"]
+    tensors = torch_file(tmp_path / "made" / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("weight_scale")]:
+        weight, scale = name.removesuffix("_scale"), tensors[name].float()
+        whole = scale.max()
+        tensors[weight] = (tensors[weight].float() * scale / whole).to(torch.float8_e4m3fn)
+        tensors[name] = whole.reshape(1)
+        tensors[name.replace("weight_scale", "input_scale")] = torch.tensor([0.05])
+    save_torch(tensors, tmp_path / "made" / "model.safetensors", metadata={"format": "pt"})
+    static = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    group = settings["config_groups"]["group_0"]
+    group["weights"]["strategy"], group["input_activations"] = "tensor", static
+    for status in ("compressed", "frozen"):
+        settings["quantization_status"] = status
+        (tmp_path / "made" / "config.json").write_text(json.dumps(config))
+        if status == "compressed":
+            assert TextModel.open(tmp_path / "made", backend="torch").runner
+            continue
+        with pytest.raises(UnsupportedInput, match="`quantization_status` is `frozen`") as refused:
+            TextModel.open(tmp_path / "made", backend="torch")
+        assert "--quant dequantize" in refused.value.hint
+    to_hf(tmp_path / "made", tmp_path / "plain", quant="dequantize")
+    assert TextModel.open(tmp_path / "plain", backend="torch").runner
