@@ -130,7 +130,10 @@ def test_verify_fails_a_wrong_form(talking: Path, monkeypatch: pytest.MonkeyPatc
     assert {check.graph for check in report.checks if check.verdict == "fail"} == {f"prefill.onnx{run.AS_RUN}"}
 
 
-@pytest.mark.parametrize("options", [{}, {"target": "ort-cpu", "cache": "shared-buffer"}], ids=str)
+FOR_CPU = {"target": "ort-cpu", "cache": "shared-buffer"}
+
+
+@pytest.mark.parametrize("options", slow_but([{}, FOR_CPU], {}), ids=str)
 def test_verify_fails_a_form_that_gives_other_logits_than_the_last(
     tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
@@ -160,7 +163,7 @@ def test_verify_fails_a_form_that_gives_other_logits_than_the_last(
 
 
 @pytest.mark.one_row_in(8)
-@pytest.mark.parametrize("family", slow_but(FAMILIES, "gemma2", "qwen3_next"))
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "gemma2"))
 def test_the_last_logits_alone_are_those_of_a_whole_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
