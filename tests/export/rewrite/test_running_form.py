@@ -64,7 +64,7 @@ def operators(model: onnx.ModelProto) -> set[str]:
 
 
 @pytest.mark.one_row_in(8)
-@pytest.mark.parametrize("family", slow_but(FAMILIES, "llama", "lfm2"))
+@pytest.mark.parametrize("family", slow_but(FAMILIES, "llama"))
 def test_verify_judges_the_form_of_each_family(tmp_path: Path, family: str) -> None:
     folder = tmp_path / family
     save_tiny(family, folder, depth(family))
