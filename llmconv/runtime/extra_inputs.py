@@ -120,6 +120,11 @@ class ModelCall:
     def arrays(self) -> tuple[Array, Array, Array]:
         return self.input_ids, self.attention_mask, self.position_ids
 
+    @property
+    def named(self) -> dict[str, Array]:
+        """The arrays by the names of the inputs."""
+        return dict(zip(("input_ids", "attention_mask", POSITIONS), self.arrays, strict=True))
+
     def after(self, length: int, first_position: int) -> ModelCall:
         """The same tokens after a prefix of `length` virtual tokens; `first_position` is that of the first real one."""
         mask = np.concatenate([np.ones((len(self.input_ids), length), dtype=np.int64), self.attention_mask], axis=1)

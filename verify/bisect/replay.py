@@ -396,7 +396,7 @@ def feeds_of(graph: OrtGraph, call: Call, past: Cache | None) -> dict[str, Array
     tokens = call.tokens
     if graph.entry.prefix and past:
         tokens = tokens.after(graph.entry.prefix.length, graph.entry.prefix.first_position)
-    given = {**vars(tokens), **graph.embed(call.input_ids), **graph.extra_values(call.extras).of(tokens)}
+    given = {**tokens.named, **graph.embed(call.input_ids), **graph.extra_values(call.extras).of(tokens)}
     if past:
         given |= {past_of(name): array for name, array in past.arrays().items()}
     else:

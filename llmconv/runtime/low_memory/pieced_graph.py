@@ -364,7 +364,7 @@ class PiecedGraph(OrtGraph):
 
     def _inputs(self, call: PlannedCall) -> Values:
         """The inputs of a call: tokens, mask and positions, and the past if it exists already."""
-        named = {**vars(call.tokens), **self.embed(call.input_ids), **self.extra_values(call.extras).of(call.tokens)}
+        named = {**call.tokens.named, **self.embed(call.input_ids), **self.extra_values(call.extras).of(call.tokens)}
         values = {name: as_input(array, self._dtypes[name]) for name, array in named.items() if name in self.inputs}
         if call.parent is None:
             values |= zip(self.past_names, self._past_values(call.past, len(call.input_ids)), strict=False)

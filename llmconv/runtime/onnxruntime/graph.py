@@ -382,17 +382,19 @@ class OrtGraph:
             if width < new:
                 mask = call.attention_mask[:, : before + at.stop]
                 piece = ModelCall(call.input_ids[:, at], mask, call.position_ids[:, at], call.last_only)
-            given = {**vars(piece), **self.embed(piece.input_ids, placed), **values.of(piece, call, start)}
-            results, past = self._run_growing(given, past)
+            given = {**piece.named, **self.embed(piece.input_ids, placed), **values.of(piece, call, start)}
+            results, past = self._run_growing(given, past, last_only=call.last_only)
             pieces.append(results)
         assert past is not None
         return joined(self.result_names, pieces, last=call.last_only), past
 
-    def _run_growing(self, given: dict[str, Any], past: Cache | None) -> tuple[list[Array], Cache]:
+    def _run_growing(
+        self, given: dict[str, Array], past: Cache | None, *, last_only: bool = False
+    ) -> tuple[list[Array], Cache]:
         """Runs a graph whose present is its past plus the new tokens."""
         feeds = {name: as_input(array, self._dtypes[name]) for name, array in given.items() if name in self.inputs}
         feeds |= self._factors
-        if self.takes_start and given["last_only"]:
+        if self.takes_start and last_only:
             feeds[LOGITS_FROM] = as_input(np.array([given["input_ids"].shape[1] - 1]))
         feeds |= zip(self.past_names, self._past_values(past, len(next(iter(given.values())))), strict=False)
         outputs = self._session.run_with_ort_values([*self.result_names, *self.present_names], feeds)

@@ -238,7 +238,7 @@ class StagedRunner(Runner):
     def _run(self, use: str, call: ModelCall, past: Cache | None, extras: Extras | None) -> Step:
         if self._prefix and past is not None:
             call = call.after(self._prefix.length, self._prefix.first_position)
-        values = {name: array.astype("int64", copy=False) for name, array in vars(call).items()}
+        values = {name: array.astype("int64", copy=False) for name, array in call.named.items()}
         values |= ExtraValues(given=extras or {}).of(call)
         parts = past.parts if isinstance(past, StagedCache) else [past] * len(self._stages)
         present = []
