@@ -125,7 +125,7 @@ def test_a_checkpoint_that_needs_options_names_the_command(tmp_path: Path, monke
 @pytest.mark.slow
 def test_without_the_export_the_one_command_is_named(plain: Path, tmp_path: Path) -> None:
     done = generate(plain, "--no-export")
-    assert done.exit_code == 3 and f"run `llmconv export {plain}`" in done.stderr
+    assert done.exit_code == 3 and f"run `llmconv export '{plain}'`" in done.stderr
     assert not (tmp_path / "cache").exists()
 
 
@@ -136,7 +136,7 @@ def test_a_cache_that_cannot_be_written_is_an_error_with_the_one_command(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     done = generate(plain)
-    assert done.exit_code == 3 and f"`llmconv export {plain}`" in done.stderr and "--backend torch" in done.stderr
+    assert done.exit_code == 3 and f"`llmconv export '{plain}'`" in done.stderr and "--backend torch" in done.stderr
 
 
 def test_a_family_that_is_not_exported_is_refused_with_the_eager_model_as_hint(bare: Path, tmp_path: Path) -> None:
