@@ -22,11 +22,7 @@ from llmconv.export.rewrite.passes import IR_VERSIONS, TokenChoice, choose_token
 from llmconv.export.rewrite.pipeline_stages import require_stages, split
 from llmconv.export.targets.kernels import Fallback, fallbacks, find_signature, has_kernel, typed_nodes
 from llmconv.export.targets.presets import TARGETS
-from llmconv.export.traced_graph import (
-    NodeEditor,
-    TracedGraph,
-    replace_value,
-)
+from llmconv.export.traced_graph import NodeEditor, TracedGraph, replace_value
 from llmconv.export.weights import WeightSource, bind, mapped_bytes
 from llmconv.files.weight_ranges import Mapped
 from llmconv.output.manifest import EMBEDDINGS_ROLE, VISION_ROLE

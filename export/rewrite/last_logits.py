@@ -42,21 +42,21 @@ def keep_last_logits(model: ir.Model) -> None:
     RemoveUnusedNodesPass()(model)
 
 
-def compute_logits_from(model: ir.Model) -> bool:
+def compute_logits_from(model: ir.Model) -> None:
     """Adds an input `logits_from`, int64 [1], by default 0: `logits` are those of the tokens from it on, in place.
 
-    A prompt whose last logits alone are read does not wait for the head, which is most of a small model. Returns
-    whether the graph has a head that can be told so.
+    So a prompt whose last logits alone are read skips the rest of the head, which is most of a small model. A graph
+    stays as it is if its logits are not the rows of a linear layer, scaled or capped, or of a fixed number of tokens.
     """
     graph = model.graph
     logits = value_named(graph.outputs, "logits")
     if logits is None or logits.shape is None or len(logits.shape) != 3 or isinstance(logits.shape[1], int):
-        return False  # it has one position, or is padded on the right
+        return  # it has one position, or is padded on the right
     try:
         head, reshapes = _head(logits)
         hidden, flat = _hidden(head)
     except UnsupportedInput:
-        return False
+        return
     start, editor = constant(graph, LOGITS_FROM, np.zeros(1, np.int64)), NodeEditor(graph, head, LOGITS_FROM)
     graph.inputs.append(start)
     ends, axes = (integers(graph, number) for number in (TO_THE_END, 1))
@@ -68,7 +68,6 @@ def compute_logits_from(model: ir.Model) -> bool:
         for node in reshapes:
             node.replace_input_with(1, shape)
     logits.shape = ir.Shape([logits.shape[0], LOGITS_FROM, logits.shape[2]])
-    return True
 
 
 def _hidden(head: ir.Node) -> tuple[ir.Value, ir.Value | None]:

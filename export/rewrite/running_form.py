@@ -45,8 +45,8 @@ CODE = "rewrite/running_form.py", "rewrite/fused_operators.py", "rewrite/last_lo
 def to_running_form(path: Path, model: onnx.ModelProto) -> None:
     """Rewrites the graph of `path`, without its weights, in place; leaves one as it is that has no such form.
 
-    One that was exported in a form of its own gets nothing but the input `logits_from`. The result is kept in the
-    user's cache, where there is one that only the user can change.
+    Of a graph that was exported for one runtime only the head changes, see `compute_logits_from`. The result is kept in
+    the user's cache, where there is one that only the user can change.
     """
     if not (may_change(model) or _is_whole(model)):
         return

@@ -18,7 +18,7 @@ from llmconv.convert import to_hf
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem
 from llmconv.export import export
 from llmconv.generation import Conversation, SharedPrefix, TextModel, generate
-from llmconv.runtime import default_positions
+from llmconv.runtime import default_positions, extra_inputs
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.runtime.prefix import open_prefix, with_prefix
 from tests.builders.prefix_models import LENGTH, save_adapter
@@ -112,6 +112,18 @@ def test_logits_equal_those_of_graphs_with_the_prefix_in_them_bit_for_bit(
     given = with_prefix(OrtRunner.from_folder(talking), open_prefix(adapter)).prefill(*call)
     np.testing.assert_array_equal(given.logits, OrtRunner.from_folder(built).prefill(*call).logits)
     assert given.present.length == LENGTH + len(PROMPTS[0])
+
+
+def test_a_long_prompt_after_a_prefix_in_the_graph(
+    talking: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = OrtRunner.from_folder(_exported(talking, tmp_path / "built", prefix=adapter))
+    ids, mask = np.array([PROMPTS[0]]), np.ones((1, len(PROMPTS[0])), dtype=np.int64)
+    call = ids, mask, default_positions(mask, ids.shape[1])
+    monkeypatch.setattr(extra_inputs, "PART", 2)
+    last = runner.prefill(*call, last_only=True)
+    np.testing.assert_allclose(last.logits[:, -1], runner.prefill(*call).logits[:, -1], atol=1e-5)
+    assert last.present.length == LENGTH + len(PROMPTS[0])
 
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -149,7 +149,8 @@ class OrtRunner(Runner):
         self, call: ModelCall, past: Cache | None, extras: Extras | None, placed: PlacedEmbeddings | None = None
     ) -> Step:
         self._require_whole(len(call.input_ids), call.attention_mask.shape[1], call.input_ids.shape[1])
-        if call.last_only and placed is None and self._prompt_graph.is_on_host:  # images are read in one run
+        # images are read in one run, and what follows a prefix in the graph: only a run without a past begins with it
+        if call.last_only and placed is None and not self._prefix and self._prompt_graph.is_on_host:
             call = replace(call, in_parts=self.reads_in_parts(call.attention_mask.shape[1]))
         return self._prompt_graph.run_call(self._after_prefix(call, past), past, extras, placed)
 

@@ -276,8 +276,8 @@ class BufferedSession:
         width = self.sizes.width(rows, filled, new)
         if width < new:
             values.require_whole(width)
-        elif rows == 1 or not self.sizes.single:
-            width = call.width(values)
+        elif self.sizes.tokens is None and (rows == 1 or not self.sizes.single):
+            width = call.width(values)  # a run of a fixed number of tokens would write its padding behind the buffer
         buffers = self._buffers(past, rows, filled + new, self._starts(call, past, values))
         pieces = []
         for start in range(0, new, width):
