@@ -343,8 +343,8 @@ def test_clients_that_read_tokenizer_json_are_named_where_it_is_missing(tmp_path
 
 
 def test_fields_of_generation_that_genai_does_not_have_are_named() -> None:
-    told: list[str] = []
-    with warnings_to(told.append):
+    warned: list[str] = []
+    with warnings_to(warned.append):
         genai_config(model_of("llama", {"suppress_tokens": [3], "min_new_tokens": 0, "top_k": 5}), "unified")
         genai_config(model_of("llama", {"min_new_tokens": 0, "bad_words_ids": None, "typical_p": 1.0}), "unified")
-    assert [one.split(" of ")[0] for one in told] == ["ONNX Runtime GenAI has no `suppress_tokens`"]
+    assert [one.split(" of ")[0] for one in warned] == ["ONNX Runtime GenAI has no `suppress_tokens`"]
