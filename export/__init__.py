@@ -11,7 +11,7 @@ if sys.platform == "win32":
     raise ImportError("llmconv does not run on native Windows: use the Windows Subsystem for Linux")
 
 if TYPE_CHECKING:  # at run time each is loaded when it is first used: an early refusal needs none of torch
-    from llmconv.export.exported import Exported
+    from llmconv.export.export_options import Exported
     from llmconv.export.exporter import export
     from llmconv.export.families import INPUT_MAPS, register_input_map
     from llmconv.export.input_map import InputMap

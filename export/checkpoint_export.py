@@ -20,15 +20,19 @@ from llmconv.export.export_options import (
     GENERATE,
     RERANK,
     SCORING,
+    Exported,
     ExportOptions,
+    ExportSizes,
+    Preset,
     check_shapes,
     check_weight_options,
+    find_preset,
+    graph_names,
+    home_of,
     require_exact,
 )
-from llmconv.export.exported import Exported, ExportSizes
 from llmconv.export.folders import GraphsOnly, InPlace, NewFolder, OutputFolder, file_tensors, main_dtype
 from llmconv.export.graph_files import GraphOptions, GraphPlan
-from llmconv.export.graph_names import graph_names, home_of
 from llmconv.export.graph_spec import FLOAT32, NO_CACHE, GraphSpec, graph_specs, refuse_option, with_fixed_inputs
 from llmconv.export.input_map import decoder_config
 from llmconv.export.language_model import LanguageModel, open_language_model
@@ -37,7 +41,6 @@ from llmconv.export.rewrite.fused_operators import fits_grouped_query
 from llmconv.export.rewrite.lora_inputs import lora_targets
 from llmconv.export.rewrite.passes import TokenChoice, require_grouped_query
 from llmconv.export.rewrite.pipeline_stages import first_layers, graph_parts, require_stages, stage_parts
-from llmconv.export.targets.presets import Preset, find_preset
 from llmconv.export.tracing.fake_model import depth
 from llmconv.export.weights import match_weights, require_one_copy
 from llmconv.files.paths import Placed, output_place
@@ -190,9 +193,9 @@ def _make(
         sizes = ExportSizes(files.nbytes, files.mapped, folder.write(files, done))
     kept_sizes = None
     if given["quant"]:
-        from llmconv.export.quantization.selection import QuantizedSizes  # noqa: PLC0415 - as above
+        from llmconv.export.quantization.selection import quantized_sizes  # noqa: PLC0415 - as above
 
-        kept_sizes = QuantizedSizes.of(quantized, checkpoint, weights)
+        kept_sizes = quantized_sizes(quantized, checkpoint, weights)
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
     made = {name: len(content) if isinstance(content, bytes) else 0 for name, content in files.files.items()}
     return Exported(

@@ -1,17 +1,35 @@
-"""ExportOptions: the keyword arguments of `export`, their defaults, and which of them exclude or need each other."""
+"""What `export` takes and returns: ExportOptions, their defaults, which exclude or need each other, and Exported.
+
+Also what `--target` means, one row per target, and the names of graph files: the usual ones by role, and those of
+`--graph-name ROLE=FILE`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict, cast, get_type_hints
+from typing import Any, TypedDict, cast, get_type_hints
 
 from llmconv.argument_checks import require_choice, require_least
-from llmconv.errors import UsageProblem
-from llmconv.export.targets.presets import FLOAT32, TARGETS
+from llmconv.checkpoint import Checkpoint
+from llmconv.errors import InputRefused, UsageProblem
+from llmconv.not_a_model_folder import described
+from llmconv.output.manifest import (
+    EMBEDDINGS,
+    EMBEDDINGS_ROLE,
+    GRAPH_FILES,
+    MTP,
+    MTP_ROLE,
+    SINGLE_PASS_FILES,
+    VISION,
+    VISION_ROLE,
+)
 from llmconv.output.plan import DEFAULT_SIZE, require_shard_size
+from llmconv.output.writer import Place
 from llmconv.tensors import FLOATS, LazyTensor
 
+FLOAT32, FLOAT16, BFLOAT16 = "float32", "float16", "bfloat16"
 GENERATE, EMBED, CLASSIFY, RERANK = "generate", "embed", "classify", "rerank"
 SCORING = "scoring"  # values of the option `task`, and the role of the graph of `no_cache`
 
@@ -44,7 +62,7 @@ class ExportOptions(TypedDict, total=False):
         cache: dynamic: `growing`, or `shared-buffer`: past and present are one buffer that is filled in place, as
             required by ORT-GenAI's `past_present_share_buffer` (default: that of the target, otherwise `growing`).
         target: `ort-cpu`, `ort-cuda`, `ort-webgpu` or `ort-dml`: the provider of onnxruntime that runs the graphs. It
-            decides `precision`, `cache` and `opset` where they are not given, see `targets/presets.py`.
+            decides `precision`, `cache` and `opset` where they are not given, see `TARGETS`.
         strict_target: refuse graphs with nodes that the target's provider would leave to the CPU.
         task: `generate`, or one graph without a cache: `embed`, `classify` or `rerank`, see docs/embeddings.md.
         no_cache: one graph that returns the logits of a whole text and keeps no cache, `scoring.onnx`.
@@ -273,3 +291,216 @@ def require_exact(given: ExportOptions, weights: Mapping[str, LazyTensor]) -> No
             f"`--dtype {dtype}` would round the weights that `--quant` leaves as they are, and no others",
             hint=f"convert it first: `llmconv to-hf MODEL -o NEW --dtype {dtype}`, or give `--precision {dtype}`",
         )
+
+
+@dataclass(frozen=True)
+class Target:
+    """One provider of onnxruntime."""
+
+    precisions: tuple[str, ...] = (FLOAT32, FLOAT16, BFLOAT16)  # dtypes that its kernels compute in
+    # precision for weights that are stored in half precision: `stored` for the dtype of the weights
+    half: str = "stored"
+    whole: str = FLOAT32  # precision for weights that are stored in float32
+    # precisions in which its `GroupQueryAttention` runs our graphs, which give it the mask as a bias
+    grouped_query: tuple[str, ...] = ()
+    opset: int | None = None  # version of the standard operators for a growing cache; None for the usual one
+    compared: bool = True  # whether `export` compares the graphs with the kernels of the provider
+    no_buffer: str = ""  # the fault of its `GroupQueryAttention` for which a shared buffer is refused; empty for none
+
+
+TARGETS = {
+    "ort-cpu": Target(half=FLOAT32, compared=False),
+    "ort-cuda": Target(grouped_query=(FLOAT16, BFLOAT16)),
+    # neither has opset 23's Attention, which opset 21 writes as products and a softmax
+    "ort-webgpu": Target(
+        (FLOAT32, FLOAT16),
+        FLOAT16,
+        FLOAT16,
+        opset=21,
+        # onnxruntime 1.27, 8 lanes: 4 tokens after 5 are off by 0.06 in a lone node, 0.4 in logits
+        no_buffer="computes wrong numbers for several new tokens on adapters with small subgroups",
+    ),
+    "ort-dml": Target(
+        (FLOAT32, FLOAT16),
+        FLOAT16,
+        FLOAT16,
+        opset=21,
+        no_buffer="does not read the mask that graphs with a shared buffer give it",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The options of an export that a target decides, each as given or else as the target's row has it."""
+
+    precision: str
+    cache: str
+    opset: int | None
+
+
+def find_preset(target: str, given: Preset, stored: str, *, buffers: bool, growing: bool) -> Preset:
+    """The options of an export for a target; those that are `given` win (the others are empty, or None).
+
+    `stored` is the dtype of the weights; `buffers`: the model and the other options allow `--cache shared-buffer`;
+    `growing`: a growing cache keeps its axes dynamic. Raises UsageProblem: an option that the provider cannot run.
+    """
+    row = TARGETS[target]
+    half = stored if row.half == "stored" else row.half
+    precision = given.precision or (half if stored in (FLOAT16, BFLOAT16) else row.whole)
+    if precision not in row.precisions:
+        raise UsageProblem(
+            f"`--target {target}` has no kernels for `--precision {precision}`", hint="`--precision float16 -o OUT`"
+        )
+    if given.cache == "shared-buffer" and row.no_buffer:
+        raise UsageProblem(
+            f"`GroupQueryAttention` of `{target}` {row.no_buffer}", hint="leave out `--cache shared-buffer`"
+        )
+    shared = buffers and precision in row.grouped_query
+    cache = given.cache or ("shared-buffer" if shared else "growing")
+    opset = given.opset or (row.opset if cache == "growing" and growing else None)
+    return Preset(precision, cache, opset)
+
+
+FILES: Mapping[str, str] = {  # the usual names by role
+    **GRAPH_FILES,
+    **SINGLE_PASS_FILES,
+    EMBEDDINGS_ROLE: EMBEDDINGS,
+    VISION_ROLE: VISION,
+    MTP_ROLE: MTP,
+}
+
+OPTION, SUFFIX = "--graph-name", ".onnx"
+LONGEST = 200  # maximum number of bytes of a name: file systems take 255, and the number of a stage is added
+
+
+def graph_names(given: Sequence[str], roles: Collection[str], layouts: Collection[str]) -> dict[str, str]:
+    """File names by role, given `ROLE=FILE` each.
+
+    `layouts` are clients with files of their own; names of the graphs of embeddings and images are fixed. Raises
+    UsageProblem: there is such a client, no such role, a role or a name twice, or a name that no graph in a folder can
+    have.
+    """
+    if given and layouts:
+        raise UsageProblem(
+            f"the layout `{next(iter(layouts))}` has names of its own", hint=f"leave out `{OPTION}`, or `--layout`"
+        )
+    found: dict[str, str] = {}
+    for one in [given] if isinstance(given, str) else given:
+        role, equals, name = one.partition("=")
+        if not equals:
+            raise UsageProblem(f"`{OPTION} {one}` is not ROLE=FILE", hint=f"for example `{OPTION} decode=step{SUFFIX}`")
+        if role in (EMBEDDINGS_ROLE, VISION_ROLE):
+            raise UsageProblem(
+                f"`{OPTION} {one}`: the name `{FILES[role]}` is fixed", hint=f"one of: {', '.join(roles)}"
+            )
+        if role not in roles:
+            raise UsageProblem(f"`{OPTION} {one}`: no graph `{role}` is exported", hint=f"one of: {', '.join(roles)}")
+        if role in found:
+            raise UsageProblem(f"`{OPTION}` is given twice for `{role}`", hint="leave out one of them")
+        if problem := _problem(name):
+            raise UsageProblem(f"`{OPTION} {one}`: {problem}", hint=f"for example `{OPTION} {role}=my-{role}{SUFFIX}`")
+        found[role] = name
+    names = [found.get(role, FILES[role]) for role in roles]
+    alike = [name.casefold() for name in names]  # one file on macOS and Windows
+    if double := next((name for name in names if alike.count(name.casefold()) > 1), None):
+        raise UsageProblem(f"two graphs would have the name `{double}`", hint="give each a name of its own")
+    return found
+
+
+def _problem(name: str) -> str:
+    if Path(name).name != name or "\\" in name or not name.isprintable():
+        return "a name without a folder is needed"
+    if not name.endswith(SUFFIX) or name == SUFFIX or name.startswith("."):
+        return f"the name must end in `{SUFFIX}`"
+    if len(name.encode()) > LONGEST:
+        return f"a name of at most {LONGEST} bytes is needed"
+    return f"`{name}` is the name of another graph" if name.casefold() in (EMBEDDINGS, VISION) else ""
+
+
+def home_of(checkpoint: Checkpoint, source: Path) -> Path:
+    """The folder of the model, or of its GGUF file `source`, into which graphs go without an output."""
+    if checkpoint.format != "gguf":
+        return checkpoint.path
+    return source.parent if source.is_file() else source
+
+
+@dataclass(frozen=True)
+class ExportSizes:
+    """Bytes of all graphs, of the weights that they map (each counted once), and of the weights that were written."""
+
+    graphs: int
+    mapped: int
+    copied: int
+
+
+@dataclass(frozen=True)
+class QuantizedSizes:
+    """Numbers of weights and bytes of a quantized export."""
+
+    # number of quantized tensors by bits and size of a block, which is 0 for one scale per column
+    matrices: Mapping[tuple[int, int], int]
+    before: int  # bytes of these tensors in the model
+    after: int  # bytes of their codes, scales and zero points
+    plain: int  # number of tensors that are stored as they are
+    factors: int  # bytes of factors of columns, which no graph reads: `verify` does
+
+    @property
+    def line(self) -> str:
+        sizes = f"{described(self.matrices)}, {self.after:,} bytes instead of {self.before:,}"
+        plain = f"{self.plain:,} tensor{'s' * (self.plain != 1)} as {'they are' if self.plain != 1 else 'it is'}"
+        factors = f"; {self.factors:,} bytes of factors, which only `verify` reads" if self.factors else ""
+        return f"quantized: {sizes}; {plain}{factors}"
+
+    def fields(self) -> dict[str, Any]:
+        kinds = [{"bits": bits, "block": size, "count": count} for (bits, size), count in self.matrices.items()]
+        sizes = {"bytes_before": self.before, "bytes": self.after, "factor_bytes": self.factors}
+        return {"matrices": kinds, **sizes, "plain": self.plain}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """The result of an export or of its dry run.
+
+    Attributes:
+        place: the folder of the graphs, on this machine or in an object store.
+        graphs: role (`prefill`, `decode`, `unified`, `embeddings`, `scoring`, `embed`, …) to file names, one per stage.
+        sizes: bytes of graphs, of mapped weights and of written weights; None for a dry run.
+        weight_bytes: bytes of the weights in the folder.
+        weight_bytes_written: bytes of weights that the export writes: 0 if the graphs are added to the model folder.
+        traced_layers: number of layers that were traced; the others were replicated.
+        num_layers: number of layers of the model.
+        client_files: paths of the clients' own files in the folder.
+        files: bytes of the files that the export writes, by name, without the manifest; 0 for links.
+        quantized: what `quant` made of the weights; None without it.
+        missing: with `graphs_only`, bytes of the model's files that have to be put next to the graphs, by name.
+    """
+
+    place: Place
+    graphs: dict[str, list[str]]
+    sizes: ExportSizes | None
+    weight_bytes: int
+    weight_bytes_written: int
+    traced_layers: int
+    num_layers: int
+    client_files: tuple[str, ...] = ()
+    files: Mapping[str, int] = field(default_factory=dict)
+    quantized: QuantizedSizes | None = None
+    missing: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the graphs. Raises InputRefused: it is in an object store."""
+        if isinstance(self.place, Path):
+            return self.place
+        raise InputRefused(f"`{self.place}` is not a folder of this machine", hint="use `place`, or copy it here first")
+
+    @property
+    def weight_bytes_mapped(self) -> int:
+        """Bytes of weights that the graphs map, each counted once; for a dry run, all weights of the folder."""
+        return self.sizes.mapped if self.sizes else self.weight_bytes
+
+    def __repr__(self) -> str:
+        files = ", ".join(name for names in self.graphs.values() for name in names)
+        state = "a dry run" if self.sizes is None else f"{self.sizes.graphs:,} bytes"
+        return f"<Exported {self.place}: {files}; {state}, {self.weight_bytes_mapped:,} bytes of weights mapped>"

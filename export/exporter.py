@@ -15,10 +15,17 @@ from llmconv.causal_lm import require_task
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, write_small
 from llmconv.errors import InputRefused, LlmconvError, word
 from llmconv.export.clients import DEFAULT, Client, find_clients, roles_for
-from llmconv.export.export_options import DEFAULTS, ExportOptions, check_options, option_that_computes, roles_of_task
-from llmconv.export.exported import Exported
+from llmconv.export.export_options import (
+    DEFAULTS,
+    Exported,
+    ExportOptions,
+    check_options,
+    graph_names,
+    home_of,
+    option_that_computes,
+    roles_of_task,
+)
 from llmconv.export.families import find_input_map, is_multi_modal
-from llmconv.export.graph_names import existing_files, graph_names, home_of
 from llmconv.export.graph_spec import graph_specs
 from llmconv.export.quantization.settings import QuantizationSettings, with_kv_cache
 from llmconv.files.gguf_file import holds_gguf
@@ -28,7 +35,7 @@ from llmconv.files.sources import fetches, is_remote, local_path, require_own_fo
 from llmconv.files.weight_ranges import require_mapped
 from llmconv.model_code import model_class
 from llmconv.not_a_model_folder import is_quantized_export, refused_export
-from llmconv.output.manifest import MTP_ROLE, read_manifest
+from llmconv.output.manifest import MTP_ROLE, existing_files, read_manifest
 from llmconv.output.plan import plan_checkpoint
 from llmconv.output.writer import destination_of
 from llmconv.progress import step, warn, warn_all

@@ -23,14 +23,21 @@ from typing import TYPE_CHECKING, Any
 from llmconv.checkpoint import INDEX, Checkpoint, own_file, read_small
 from llmconv.errors import InputRefused
 from llmconv.export.graph_files import GraphFiles, GraphPlan
-from llmconv.export.graph_names import existing_files, files_of
 from llmconv.export.graph_spec import FLOAT32
 from llmconv.files.paths import local_only
 from llmconv.files.safe_folder import Folder, Link, WritableContent, refuse_links
 from llmconv.files.safetensors_file import RANGES, FileTensor, encode_header
 from llmconv.files.weight_ranges import Mapped, encode_ranges, placed, require_mapped
 from llmconv.output.local_folder import require_space
-from llmconv.output.manifest import MANIFEST, file_entry, link_entry, read_manifest, steps_of_weights
+from llmconv.output.manifest import (
+    MANIFEST,
+    existing_files,
+    file_entry,
+    files_of,
+    link_entry,
+    read_manifest,
+    steps_of_weights,
+)
 from llmconv.output.plan import MODEL, Plan, Shard, failing_safely, json_bytes, plan_checkpoint
 from llmconv.output.writer import Place, check_output, destination_of, write_checkpoint
 from llmconv.progress import say, warn

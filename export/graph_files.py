@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.clients import DEFAULT, ClientFiles, EncodedGraphs, FileContent, weight_files
-from llmconv.export.graph_names import FILES
+from llmconv.export.export_options import FILES, TARGETS
 from llmconv.export.graph_spec import FLOAT32, GROWING, NO_CACHE, GraphSpec
 from llmconv.export.quantization.settings import QuantizationSettings
 from llmconv.export.rewrite.last_logits import keep_last_logits
@@ -21,7 +21,6 @@ from llmconv.export.rewrite.lora_inputs import add_lora_inputs
 from llmconv.export.rewrite.passes import IR_VERSIONS, TokenChoice, choose_tokens, quantize_cache, to_opset
 from llmconv.export.rewrite.pipeline_stages import require_stages, split
 from llmconv.export.targets.kernels import Fallback, fallbacks, find_signature, has_kernel, typed_nodes
-from llmconv.export.targets.presets import TARGETS
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, replace_value
 from llmconv.export.weights import WeightSource, bind, mapped_bytes
 from llmconv.files.weight_ranges import Mapped

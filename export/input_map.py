@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmconv.errors import UnsupportedInput, UsageProblem
-from llmconv.export.caches import CACHE_KINDS, cache_kind
-from llmconv.export.caches.kind import CacheKind
+from llmconv.export.caches import CACHE_KINDS, CacheKind, cache_kind
 from llmconv.runtime.extra_inputs import BATCH, PAST, POSITIONS, SEQUENCE, TOTAL, ExtraInput, layer_of, resolved_inputs
 from llmconv.runtime.runner import default_positions
 from llmconv.tensors import Array

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmconv.export.caches.kind import CacheKind, CacheState
+from llmconv.export.caches import CacheKind, CacheState
 from llmconv.export.caches.state_space import CONVOLVE
 from llmconv.export.caches.traced_layers import CHUNKS, call
 from llmconv.runtime.extra_inputs import CONVOLUTION, RECURRENT

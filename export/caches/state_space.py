@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from llmconv.export.caches.kind import CacheKind, CacheState, first
+from llmconv.export.caches import CacheKind, CacheState, first
 from llmconv.export.caches.traced_layers import CHUNKS, RecordedStates, TracedCache, call
 from llmconv.runtime.extra_inputs import CONVOLUTION, RECURRENT
 

@@ -17,6 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from llmconv.errors import InputRefused
+from llmconv.export.export_options import QuantizedSizes
 from llmconv.export.quantization.block_rounding import BITS, NONE, BlockFormat, ColumnFormat, WeightFormat, pack
 from llmconv.export.quantization.quantized_tensor import (
     CODES,
@@ -51,7 +52,6 @@ from llmconv.export.weights import (
     output_parts,
 )
 from llmconv.files.safetensors_file import FileTensor
-from llmconv.not_a_model_folder import described
 from llmconv.quantized_weights.packed_weight import IntegerCodes, tiled
 from llmconv.quantized_weights.quantized_checkpoint import QuantizedCheckpoint
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, in_memory
@@ -419,41 +419,17 @@ class StoredFormats:
         return {"quant": self.method}
 
 
-@dataclass(frozen=True)
-class QuantizedSizes:
-    """Numbers of weights and bytes of a quantized export."""
-
-    # number of quantized tensors by bits and size of a block, which is 0 for one scale per column
-    matrices: Mapping[tuple[int, int], int]
-    before: int  # bytes of these tensors in the model
-    after: int  # bytes of their codes, scales and zero points
-    plain: int  # number of tensors that are stored as they are
-    factors: int  # bytes of factors of columns, which no graph reads: `verify` does
-
-    @classmethod
-    def of(
-        cls, quantized: Mapping[str, QuantizedWeight], before: Mapping[str, LazyTensor], after: Mapping[str, LazyTensor]
-    ) -> QuantizedSizes:
-        """The sizes of an export, by the tensors of the model (`before`) and those stored instead (`after`)."""
-        parts = [name + suffix for name in quantized for suffix in (CODES, ZEROS, SCALES, ORDER, OFFSETS)]
-        forms = [weight.form for weight in quantized.values()]
-        kinds = [(form.bits, 0 if isinstance(form, ColumnFormat) else form.size) for form in forms]
-        return cls(
-            dict(Counter(kinds).most_common()),
-            sum(before[name].nbytes for name in quantized),
-            sum(after[name].nbytes for name in parts if name in after),
-            len(before.keys() - quantized.keys()),
-            sum(tensor.nbytes for name, tensor in after.items() if name.endswith((SMOOTHING, OUTPUTS, IMPORTANCE))),
-        )
-
-    @property
-    def line(self) -> str:
-        sizes = f"{described(self.matrices)}, {self.after:,} bytes instead of {self.before:,}"
-        plain = f"{self.plain:,} tensor{'s' * (self.plain != 1)} as {'they are' if self.plain != 1 else 'it is'}"
-        factors = f"; {self.factors:,} bytes of factors, which only `verify` reads" if self.factors else ""
-        return f"quantized: {sizes}; {plain}{factors}"
-
-    def fields(self) -> dict[str, Any]:
-        kinds = [{"bits": bits, "block": size, "count": count} for (bits, size), count in self.matrices.items()]
-        sizes = {"bytes_before": self.before, "bytes": self.after, "factor_bytes": self.factors}
-        return {"matrices": kinds, **sizes, "plain": self.plain}
+def quantized_sizes(
+    quantized: Mapping[str, QuantizedWeight], before: Mapping[str, LazyTensor], after: Mapping[str, LazyTensor]
+) -> QuantizedSizes:
+    """The sizes of an export, by the tensors of the model (`before`) and those stored instead (`after`)."""
+    parts = [name + suffix for name in quantized for suffix in (CODES, ZEROS, SCALES, ORDER, OFFSETS)]
+    forms = [weight.form for weight in quantized.values()]
+    kinds = [(form.bits, 0 if isinstance(form, ColumnFormat) else form.size) for form in forms]
+    return QuantizedSizes(
+        dict(Counter(kinds).most_common()),
+        sum(before[name].nbytes for name in quantized),
+        sum(after[name].nbytes for name in parts if name in after),
+        len(before.keys() - quantized.keys()),
+        sum(tensor.nbytes for name, tensor in after.items() if name.endswith((SMOOTHING, OUTPUTS, IMPORTANCE))),
+    )

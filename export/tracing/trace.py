@@ -33,7 +33,7 @@ from transformers.masking_utils import create_causal_mask, sliding_window_overla
 from transformers.utils import logging as transformers_logging
 
 from llmconv.errors import LlmconvError, UnsupportedInput, first_line
-from llmconv.export.caches.kind import STATE_TYPES
+from llmconv.export.caches import STATE_TYPES
 from llmconv.export.caches.traced_layers import PastLayer, TracedCache, define_functions
 from llmconv.export.graph_spec import FLOAT32, GROWING, NO_CACHE, GraphSpec
 from llmconv.export.input_map import InputMap, Port, decoder_config

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from llmconv.cli import generation_options, options
+from llmconv.cli import options
 from llmconv.cli.command_group import Command, Terminated
 from llmconv.cli.options import option
 from llmconv.errors import LlmconvError, printable
@@ -24,9 +24,9 @@ from llmconv.progress import say
 @click.command("chat", cls=Command)
 @click.argument("model", metavar="FOLDER")
 @option("--system TEXT", "System message at the start of the chat.", default="")
-@generation_options.template
-@generation_options.picking
-@generation_options.running
+@options.template
+@options.picking
+@options.running
 @options.trust_remote_code
 @option("--json as_json", "One JSON object per answer on stdout.")
 @options.talk
@@ -39,8 +39,8 @@ def command(model: str, system: str, template: str, as_json: bool, **given: Any)
     from llmconv.generation.chat_session import Chat, answer_settings
     from llmconv.generation.generate import opener
 
-    opened = opener(generation_options.with_graphs(model, given), cast(Any, given))()
-    picked = generation_options.settings(generation_options.without_running(given))
+    opened = opener(options.with_graphs(model, given), cast(Any, given))()
+    picked = options.settings(options.without_running(given))
     settings = answer_settings(opened.defaults.but(eos_token_id=opened.chat_ends), template, **picked)
     talk(Chat(opened, settings, template=template, system=system), opened.folder.resolve().name, as_json)
 

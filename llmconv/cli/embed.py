@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from llmconv.cli import generation_options, options
+from llmconv.cli import options
 from llmconv.cli.command_group import Command
 from llmconv.cli.options import option, refuse_file_name
 from llmconv.errors import UsageProblem
@@ -20,7 +20,7 @@ from llmconv.errors import UsageProblem
 @option("--batch-size", "Number of texts per run.", click.IntRange(1), show_default=True, default=8)
 @option("--output-file FILE", "Write a .npy array, or JSON lines, instead of stdout.", options.Output())
 @option("--overwrite", "Replace the output file.")
-@generation_options.session
+@options.session
 @options.as_json
 @options.talk
 def command(model: str, texts: tuple[str, ...], as_json: bool, **given: Any) -> None:

@@ -15,8 +15,7 @@ from llmconv.errors import LlmconvError
 from llmconv.progress import is_quiet, say
 
 if TYPE_CHECKING:
-    from llmconv.export.export_options import ExportOptions
-    from llmconv.export.exported import Exported
+    from llmconv.export.export_options import Exported, ExportOptions
 
 
 @click.command("export", cls=Command)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmconv.cli import generation_options, options
+from llmconv.cli import options
 from llmconv.cli.command_group import Command
 from llmconv.cli.options import is_file, option, refuse_file_name
 from llmconv.errors import InputRefused, UsageProblem
@@ -72,8 +72,8 @@ def refuse_prefix(ctx: click.Context, param: click.Parameter, value: str | None)
 @option("--system TEXT", "System message at the start of each chat.", default="")
 @option("--prompt-prefix TEXT", "Text before every prompt, run only once.", default="")
 @option("--prefix", "See --prefix-tuning.", str, hidden=True, expose_value=False, callback=refuse_prefix)
-@generation_options.picking
-@generation_options.running
+@options.picking
+@options.running
 @options.trust_remote_code
 @options.as_json
 @options.talk
@@ -104,8 +104,8 @@ def command(
 
     _require_fitting(texts, output_file, given["prompt_prefix"], overwrite=overwrite, stream=stream, as_json=as_json)
     contents = _prompts((*texts, *prompts), prompt_file, prompt_field, output_file, images)
-    model = generation_options.with_graphs(model, given)
-    run = prepare(model, contents, **generation_options.settings(given))
+    model = options.with_graphs(model, given)
+    run = prepare(model, contents, **options.settings(given))
     run.talks = True
     show = _printer(run, null=null)
     made = run.run(output_file, overwrite, show if stream and not as_json else None)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import click
 from click.core import ParameterSource
 
-from llmconv.cli import generation_options, options
+from llmconv.cli import options
 from llmconv.cli.command_group import Command
 from llmconv.cli.options import option
 from llmconv.errors import UsageProblem
@@ -48,7 +48,7 @@ def refuse_given(names: Sequence[str]) -> None:
     click.IntRange(1),
 )
 @option("--system TEXT", "System message for chats that have none.", default="")
-@generation_options.template
+@options.template
 @option(
     "--tool-parser NAME",
     "How the model writes calls of tools, see docs/serving.md. Default: as the chat template tells.",
@@ -72,7 +72,7 @@ def refuse_given(names: Sequence[str]) -> None:
     "--allow-origin allow_origins", "Site that may send requests, https://NAME. May be repeated.", str, multiple=True
 )
 @option("--log-prompts", "Write the text of each request into the log, too.")
-@generation_options.running_adapters
+@options.running_adapters
 @options.trust_remote_code
 @option("--json as_json", "Print address and model as one JSON object when ready.")
 @options.talk
@@ -91,10 +91,10 @@ def command(model: str, as_json: bool, **given: Any) -> None:
     is_embedder = embeds(model)
     if is_embedder:
         refuse_given(OF_TEXTS)
-    given["adapter"], adapters = generation_options.adapters_of(given.pop("adapters"))
-    model = generation_options.with_graphs(model, given) if not adapters and not is_embedder else model
+    given["adapter"], adapters = options.adapters_of(given.pop("adapters"))
+    model = options.with_graphs(model, given) if not adapters and not is_embedder else model
     given.pop("first_export", None)
-    settings = ServerSettings(**generation_options.without_running(given), adapters=adapters)
+    settings = ServerSettings(**options.without_running(given), adapters=adapters)
     if settings.host not in LOCAL and not settings.api_key:
         warn(f"anyone who can reach {settings.host} can use the model: set an API key in {API_KEY}")
 

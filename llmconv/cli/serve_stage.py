@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import click
 
-from llmconv.cli import generation_options, options
+from llmconv.cli import options
 from llmconv.cli.command_group import Command
 from llmconv.cli.options import option
 from llmconv.progress import say
@@ -18,7 +18,7 @@ from llmconv.progress import say
 @click.argument("folder", metavar="FOLDER", type=click.Path(path_type=Path))
 @option("--stage number I", "Which stage, from 1.", click.IntRange(1), required=True)
 @option("--listen HOST:PORT", "Address to listen on; port 0 for any free one.", default="127.0.0.1:7700")
-@generation_options.session
+@options.session
 @option("--json as_json", "Print the address as one JSON object when ready.")
 @options.talk
 def command(folder: Path, number: int, listen: str, as_json: bool, **given: Any) -> None:

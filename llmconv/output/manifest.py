@@ -31,7 +31,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
@@ -472,3 +472,16 @@ def _read(role: str, content: dict[str, Any]) -> GraphEntry:
 def _invalid_entry(role: str, found: object) -> NoReturn:
     problem = f"invalid entry of the {role} graph in the manifest: {found!r}"
     raise MalformedInput(problem, hint="run `llmconv export` again")
+
+
+def files_of(entry: dict[str, Any]) -> list[str]:
+    parts = [*entry.get("stages", [entry]), entry.get("prefix", {})]
+    return [part["file"] for part in parts if "file" in part]
+
+
+def existing_files(
+    folder: Path, recorded: Mapping[str, Any], roles: Collection[str], more: Sequence[str] = ()
+) -> list[str]:
+    """The graph files of these roles, by recorded manifest entries, and those of `more`, that a folder has already."""
+    names = [*(name for role in roles if role in recorded for name in files_of(recorded[role])), *more]
+    return [name for name in names if os.path.lexists(folder / name)]

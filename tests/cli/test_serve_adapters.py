@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmconv.cli.generation_options import adapters_of
+from llmconv.cli.options import adapters_of
 from llmconv.errors import UsageProblem
 
 

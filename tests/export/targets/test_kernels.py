@@ -8,9 +8,9 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
+from llmconv.export.export_options import TARGETS
 from llmconv.export.graph_files import report, widen_without_kernels
 from llmconv.export.targets.kernels import Fallback, fallbacks, kernel_table
-from llmconv.export.targets.presets import TARGETS
 from tools.target_tables import cpu_table
 
 HALF, FULL, BRAIN = TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.BFLOAT16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmconv.errors import UsageProblem
-from llmconv.export.targets.presets import Preset, find_preset
+from llmconv.export.export_options import Preset, find_preset
 
 NOTHING = Preset("", "", None)
 
