@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime as ort
 
 from llmconv.errors import InputRefused, UnsupportedInput, first_line
 from llmconv.export.quantization.selection import product_layout
@@ -23,11 +23,13 @@ from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, produ
 from llmconv.export.weights import StoredRows, WeightSource, bind, leaves, match_weights
 from llmconv.files.weight_ranges import Mapped
 from llmconv.memory import raise_if_out_of_memory
-from llmconv.runtime.low_memory.pieced_graph import GraphPiece, ValueTypes, cut_graph
 from llmconv.runtime.onnxruntime.guard import refill
-from llmconv.runtime.onnxruntime.packed_cache import WEIGHTS_FOLDER, followed
-from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.tensors import Array
+
+if TYPE_CHECKING:  # onnxruntime, which codes that a model has already do without
+    import onnxruntime as ort
+
+    from llmconv.runtime.low_memory.pieced_graph import GraphPiece, ValueTypes
 
 PIECE_BYTES = 256 << 20  # maximum size of the weights of a piece in float32
 PREFIX = "columns:"  # names of the outputs with a number per column; the rest is the label of the stored rows
@@ -87,6 +89,8 @@ class TextRun:
 
     def steps(self, model: onnx.ModelProto, most: int) -> Iterator[PieceOfText]:
         """The pieces of a bound graph in order, cut at `most` bytes of weights; each passes on what later ones read."""
+        from llmconv.runtime.low_memory.pieced_graph import cut_graph  # noqa: PLC0415 - onnxruntime, as above
+
         states = [start_values(model, text) for text in self.texts]
         types = input_types(model)
         pieces = cut_graph(model, most)
@@ -112,6 +116,8 @@ class PieceOfText:
 
         Raises UnsupportedInput: onnxruntime cannot run it; OutOfMemory: memory ran out.
         """
+        import onnxruntime as ort  # noqa: PLC0415 - as above
+
         built = self.piece.build(self.types)
         replaced = [tensor for tensor in built.graph.initializer if tensor.name in weights]
         given = {one.name: ort.OrtValue.ortvalue_from_numpy(weights[one.name]) for one in replaced}
@@ -234,6 +240,11 @@ def open_piece(piece: onnx.ModelProto, folder: Path) -> ort.InferenceSession:
 
     Raises UnsupportedInput: onnxruntime cannot map the weights; OutOfMemory: memory ran out.
     """
+    import onnxruntime as ort  # noqa: PLC0415 - as above
+
+    from llmconv.runtime.onnxruntime.packed_cache import WEIGHTS_FOLDER, followed  # noqa: PLC0415 - as above
+    from llmconv.runtime.onnxruntime.session_settings import SessionSettings  # noqa: PLC0415 - as above
+
     options = SessionSettings(arena=False).options()
     linked, home = followed(piece, folder.resolve())
     options.add_session_config_entry(WEIGHTS_FOLDER, str(home))
@@ -249,6 +260,8 @@ def open_piece(piece: onnx.ModelProto, folder: Path) -> ort.InferenceSession:
 
 
 def start_values(model: onnx.ModelProto, text: Array) -> dict[str, ort.OrtValue]:
+    import onnxruntime as ort  # noqa: PLC0415 - as above
+
     positions = np.arange(text.shape[1], dtype=np.int64)[None]
     tokens = {"input_ids": text, "attention_mask": np.ones_like(text), "position_ids": positions}
     made: dict[str, Array] = {}
