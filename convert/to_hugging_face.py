@@ -11,6 +11,7 @@ from llmconv.checkpoint import Checkpoint
 from llmconv.convert.models.config_file import OPTION, TrustedCode
 from llmconv.convert.models.head_and_dtype import check_dtype, settled, with_cast, with_stated_type
 from llmconv.convert.opening import open_training
+from llmconv.convert.tokenizers import beyond_rows
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.files.paths import Placed, is_address, local_only, output_place
 from llmconv.files.sources import fetches, files_under, local_path, source_name
@@ -95,7 +96,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     chosen = {**options, **({OPTION: own_code} if own_code else {})}
     changes = bool(quant) or dtype != "keep" or max_shard_size is not None or bool(configs or words or code or drop)
     checkpoint = settled(open_training(source, format, configs, words, chosen, rewrite=changes))
-    warn_all(checkpoint.warnings)
+    warn_all((*checkpoint.warnings, *beyond_rows(checkpoint.side_files, checkpoint.config)))
     _require_no_codes(checkpoint, dtype)
     # a configuration that is kept as it is needs no new `torch_dtype`
     kept = dtype == "keep" and (checkpoint.format == "hf" or "quantization_config" in checkpoint.config)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Self
 
 from llmconv.checkpoint import SIDE_FILES, read_side_files, read_small
-from llmconv.errors import InputRefused, MalformedInput
+from llmconv.errors import InputRefused, MalformedInput, listing
 from llmconv.files.source_file import open_data
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
@@ -503,6 +503,20 @@ def vocabulary_size(files: Mapping[str, bytes]) -> int | None:
         pieces = parse_sentencepiece(files["tokenizer.model"]).pieces
         numbers = [len(pieces) - 1, *(number for number in added.values() if type(number) is int)]
     return max(numbers) + 1 if numbers else None
+
+
+def beyond_rows(files: Mapping[str, bytes], config: Mapping[str, Any]) -> list[str]:
+    """A warning if tokens have ids beyond `vocab_size`; none for a model with images, whose tokens may have no row."""
+    rows = config.get("vocab_size")
+    if type(rows) is not int or "text_config" in config or "vision_config" in config:
+        return []
+    try:
+        more = sorted(text for text, number in all_tokens(files).items() if number >= rows)
+    except MalformedInput:
+        return []  # transformers refuses it, too
+    few = "1 token" if len(more) == 1 else f"{len(more)} tokens"
+    problem = f"the tokenizer has {few} that the model has no row for ({listing(more)}), since it knows {rows}"
+    return [f"{problem}: no text with such a token can be run"] if more else []
 
 
 def read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

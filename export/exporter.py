@@ -13,6 +13,7 @@ from typing import Any, Protocol, Unpack, get_type_hints, runtime_checkable
 from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_task
 from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, open_checkpoint, write_small
+from llmconv.convert.tokenizers import beyond_rows
 from llmconv.errors import InputRefused, LlmconvError, word
 from llmconv.export.clients import DEFAULT, Client, find_clients, roles_for
 from llmconv.export.export_options import (
@@ -92,6 +93,7 @@ def export(model: str | Path | Module, output: Placed | None = None, **options: 
     with _opened(model, in_parts=option_that_computes(given) is None) as (checkpoint, source):
         require_task(checkpoint.config, model, given["task"])
         _refuse_early(checkpoint, source, output, given, clients, roles)
+        warn_all(beyond_rows(checkpoint.side_files, checkpoint.config))
         with step("loading torch"):
             from llmconv.export.checkpoint_export import export_checkpoint  # noqa: PLC0415 - torch; refusals are quick
 

@@ -18,7 +18,7 @@ from llmconv.convert.adapters.edits import Edits, base_in_memory
 from llmconv.convert.adapters.tensor_names import AS_STORED
 from llmconv.convert.models import head_and_dtype
 from llmconv.convert.models.transformers_source import auto_classes
-from llmconv.convert.tokenizers import added_tokens, all_tokens, read_tokenizer, special_tokens
+from llmconv.convert.tokenizers import added_tokens, all_tokens, beyond_rows, read_tokenizer, special_tokens
 from llmconv.errors import LlmconvError, MalformedInput, UnsupportedInput, listing
 from llmconv.output.plan import json_bytes
 from llmconv.tensors import FLOATS, LazyTensor, lists_by_key
@@ -267,7 +267,8 @@ def side_files_of(
     """
     others = {name: content for name, content in base.side_files.items() if not name.startswith(TOKENIZER)}
     if tokenizer:
-        return _with_ids(base.side_files, others | read_tokenizer(tokenizer), config), []
+        given = read_tokenizer(tokenizer)
+        return _with_ids(base.side_files, others | given, config), beyond_rows(given, config)
     if not (own := [(adapter, files) for adapter in adapters if (files := _tokenizer(adapter, needed=resized))]):
         return dict(base.side_files), [*_other_tokens(base, [(adapter, {}) for adapter in adapters])]
     adapter, files = own[0]

@@ -21,12 +21,12 @@ from typing import Any, NoReturn
 import click
 from click import group, version_option
 
+from llmconv.background import end_if_hung
 from llmconv.cli.options import MADE, VERBOSE, refuse_empty_paths
 from llmconv.errors import KEPT, LlmconvError, OutputFailed, UsageProblem, first_line, printable, usage_line
 from llmconv.memory import is_out_of_memory
 from llmconv.progress import status
 from llmconv.requirements import require_platform, require_transformers, unusable_package
-from llmconv.stores import hung_calls
 from llmconv.version import __version__
 
 MANY = 15  # number of options from which on they are shown under headings
@@ -286,7 +286,7 @@ class CommandGroup(Group):
         os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # by default its threads busy-wait for a while
         gc.set_threshold(*GC_THRESHOLDS)
         _take_signals()
-        hung_calls.watch(partial(_print_error, "interrupted, and the store does not answer", RESUME_HINT))
+        end_if_hung(partial(_print_error, "interrupted, and the store does not answer", RESUME_HINT))
         asks_help = bool({*ctx.args} & HELP)
         try:
             require_platform()

@@ -27,9 +27,9 @@ from tempfile import TemporaryFile
 from threading import Lock
 from typing import BinaryIO, Self
 
+from llmconv.background import before_exit
 from llmconv.errors import InputRefused, MalformedInput, OutputFailed, UnsupportedInput
 from llmconv.progress import say
-from llmconv.stores import hung_calls
 
 # names of files being written; a killed run leaves them, and the next run removes them
 TEMPORARY = re.compile(r"\.llmconv-[0-9a-f]{16}\.part")
@@ -490,7 +490,7 @@ def _leave_to_parent() -> None:
     _changing = Lock()  # another thread of the parent may have held it
 
 
-hung_calls.before_exit(_remove_all)
+before_exit(_remove_all)
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 

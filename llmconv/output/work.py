@@ -34,10 +34,10 @@ from threading import Thread
 from types import FrameType
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
+from llmconv.background import GRACE, end_if_hung
 from llmconv.errors import LlmconvError, OutputFailed, UsageProblem, as_fields, raise_fields
 from llmconv.output.plan import Plan, Shard
 from llmconv.progress import set_quiet, warn_all, warnings_to
-from llmconv.stores import hung_calls
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -181,7 +181,7 @@ COMMAND = "import sys; sys.path[:] = sys.argv[1:]; from llmconv.output.work impo
 from the current folder, which may be that of an untrusted model."""
 
 TRIES = 3  # how often a shard is given to a worker that dies of it
-JOIN = hung_calls.GRACE + 4  # seconds that a worker gets to end by itself, and to end its upload
+JOIN = GRACE + 4  # seconds that a worker gets to end by itself, and to end its upload
 
 
 def write_in_workers(call: Call, shards: Sequence[Shard], work: Workers, advance: Callable[[int], None]) -> None:
@@ -280,7 +280,7 @@ def main() -> None:
     out, sys.stdout = sys.stdout, sys.stderr
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal reaches all: the first process stops the others
     signal.signal(signal.SIGTERM, _terminated)
-    hung_calls.watch(lambda: None)  # the process that stops a worker reports it
+    end_if_hung(lambda: None)  # the process that stops a worker reports it
     set_quiet(True)
     with suppress(_Stopped):
         tasks = iter(_Tasks())

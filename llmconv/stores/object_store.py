@@ -22,8 +22,8 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from llmconv.addresses import StoreAddress
+from llmconv.background import store_call
 from llmconv.errors import InputRefused, LlmconvError, OutputFailed, UnsupportedInput
-from llmconv.stores import hung_calls
 
 MEBIBYTE = 1 << 20
 # bytes of a part of a multipart upload, unless more are needed for `MOST_PARTS`; S3 wants at least 5 MiB
@@ -197,7 +197,7 @@ class ObjectStore:
         from obstore import exceptions  # noqa: PLC0415
 
         try:
-            with hung_calls.call():
+            with store_call():
                 yield
         except exceptions.PreconditionError as error:
             raise self.changed(key) from error

@@ -68,8 +68,13 @@ def test_a_weight_that_no_graph_reads_is_not_mapped(llama: Path) -> None:
     assert exported.weight_bytes == exported.weight_bytes_mapped + unread.nbytes
 
 
-def test_a_result_is_one_short_line(llama: Path) -> None:
+def test_a_result_is_one_short_line_and_a_token_without_a_row_is_named(
+    llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = json.loads((llama / "config.json").read_text())["vocab_size"]
+    (llama / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": rows, "content": "<call>"}]}))
     exported = export(str(llama), dry_run=True)
+    assert "1 token that the model has no row for (`<call>`)" in capsys.readouterr().err
     assert "prefill.onnx, decode.onnx; a dry run" in repr(exported)
     assert len(repr(exported)) < 400
 

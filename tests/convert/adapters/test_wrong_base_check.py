@@ -210,6 +210,16 @@ def test_another_end_of_text_in_the_adapters_folder_is_named(tmp_path: Path, mak
     assert json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == 2
 
 
+def test_a_token_of_the_users_tokenizer_without_a_row_is_named(tmp_path: Path, make: Make) -> None:
+    base, adapter = make("base", {}, {})
+    rows = json.loads((base / "config.json").read_text())["vocab_size"]
+    save_tokenizer(adapter, "<turn>", *(f"<{number}>" for number in range(4, rows)), "<|call|>")
+    merged = merge(base, adapter, tmp_path / "out", "--tokenizer", adapter)
+    given = ["to-hf", base, "-o", tmp_path / "converted", "--tokenizer", adapter]
+    for done in (merged, CliRunner().invoke(main, [*map(str, given)])):
+        assert "1 token that the model has no row for (`<|call|>`)" in done.stderr
+
+
 def test_other_settings_of_decoding_in_the_adapters_folder_are_named(tmp_path: Path, make: Make) -> None:
     base, adapter = make("base", {}, {})
     save_tokenizer(base, "</s>")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmconv.convert.tokenizers import special_ids
+from llmconv.convert.tokenizers import beyond_rows, special_ids
 from llmconv.errors import MalformedInput
 
 NAMES = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
@@ -38,3 +38,12 @@ def test_ids_that_the_files_lack_are_none(settings: Any) -> None:
 def test_a_file_that_is_not_json_is_refused() -> None:
     with pytest.raises(MalformedInput, match=r"`tokenizer_config\.json` is not valid JSON"):
         special_ids({"tokenizer_config.json": b"{"})
+
+
+@pytest.mark.parametrize("tokenizer", VOCABULARIES.values(), ids=VOCABULARIES.keys())
+def test_tokens_beyond_the_rows_of_a_model_are_named(tokenizer: dict[str, Any]) -> None:
+    (warning,) = beyond_rows(files({}, tokenizer), {"vocab_size": 4})
+    assert "1 token that the model has no row for (`</s>`)" in warning
+    for config in ({"vocab_size": 5}, {}, {"vocab_size": 4, "vision_config": {}}, {"text_config": {"vocab_size": 4}}):
+        assert not beyond_rows(files({}, tokenizer), config)
+    assert not beyond_rows({"tokenizer.json": b"{"}, {"vocab_size": 4})
