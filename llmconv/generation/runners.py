@@ -228,7 +228,8 @@ def load_runner(
         if files.prefill:
             runner = OrtRunner.from_files(files.prefill, files.decode, settings)
         else:
-            runner = OrtRunner.from_folder(files.folder, settings)
+            needed = "" if options.adapter is None else " --lora-inputs all-linear"
+            runner = OrtRunner.from_folder(files.folder, settings, needed)
         runner = runner if options.adapter is None else with_lora(runner, files.folder, options.adapter)
     else:
         _refuse_session(settings)

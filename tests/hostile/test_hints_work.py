@@ -512,6 +512,12 @@ ROWS = {
         says(""),
         "graphs",
     ),
+    "no graphs for an adapter": Row(
+        "generate model --prompt fox --max-new-tokens 2 --adapter {adapter}",
+        lambda refusal: [*type_it()(refusal), refusal.words],
+        says(""),
+        lambda made: shutil.copytree(made["base"], "model"),
+    ),
     "a graph for a prompt": Row(
         "generate {graphs}/prefill.onnx {graphs}/decode.onnx",
         lambda refusal: [[*refusal.words[:2], *shlex.split(refusal.quotes("--decode")[0]), "--prompt", "fox"]],

@@ -33,8 +33,11 @@ class OrtRunner(Runner):
         self._prefix = prefill.entry.prefix
 
     @classmethod
-    def from_folder(cls, folder: Path, settings: SessionSettings | None = None) -> OrtRunner:
-        """The graphs that `llmconv export` wrote to `folder`; InputRefused without any, MalformedInput if invalid."""
+    def from_folder(cls, folder: Path, settings: SessionSettings | None = None, options: str = "") -> OrtRunner:
+        """The graphs that `llmconv export` wrote to `folder`; InputRefused without any, MalformedInput if invalid.
+
+        `options` are those with which `export` makes graphs for this use, ` --lora-inputs all-linear`.
+        """
         entries = {entry.role: entry for entry in graph_entries(folder)}
         if {"prefill", "decode"} <= entries.keys():
             return cls(*_open_pair(folder, entries["prefill"], entries["decode"], settings))
@@ -43,7 +46,7 @@ class OrtRunner(Runner):
             elsewhere = " -o OUT" if snapshot_home(folder) else ""
             raise InputRefused(
                 f"`{folder}` has no graphs that generate" + (f", only `{others[0]}` without a cache" if others else ""),
-                hint=f"run `llmconv export {word(folder)}{elsewhere}`, or give `--backend torch`"
+                hint=f"run `llmconv export {word(folder)}{options}{elsewhere}`, or give `--backend torch`"
                 + ("; `llmconv embed` runs graphs of embeddings, classes and scores" if others else ""),
             )
         graph = require_right(
