@@ -192,12 +192,15 @@ def require_rotary(fields: Mapping[str, Any], config: Any) -> None:
     """
     text = fields.get("text_config")
     fields = {**fields, **(text if isinstance(text, Mapping) else {})}
-    turned, made = fields.get("rotary_dim"), config.get_text_config(decoder=True)
+    turned = fields.get("rotary_dim")
+    if not isinstance(turned, int) or "rope_parameters" in fields:
+        return
+    made = config.get_text_config(decoder=True)
     rope, size = getattr(made, "rope_parameters", None), getattr(made, "head_dim", None)
-    if "rope_parameters" in fields or not isinstance(rope, Mapping) or not isinstance(size, int):
+    if not isinstance(rope, Mapping) or not isinstance(size, int):
         return
     part = rope.get("partial_rotary_factor") or 1.0
-    if isinstance(turned, int) and 0 < turned < int(size * part):
+    if 0 < turned < int(size * part):
         raise UnsupportedInput(
             f"`rotary_dim` of `config.json` is {turned}, and transformers would turn {int(size * part)} of the {size} "
             "numbers of each head",

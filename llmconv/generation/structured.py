@@ -51,6 +51,7 @@ UNENFORCED = frozenset(
 )
 LOOK_AROUND = re.compile(r"\(\?(?:[=!]|<[=!])")
 OF_SCHEMA = "start: %json "
+NO_WAY = "NoExtension"  # llguidance's word for the end of all ways
 # any tokens of the bytes that may come, not only llguidance's own choice of them
 ANY_TOKENS = '\n%llguidance {"no_forcing": true}\n'
 SIMPLER = "give a schema that docs/serving.md says is supported"
@@ -476,7 +477,7 @@ def _place(guidance: Any, grammar: str, problem: str) -> str:
 
 def _one_line(problem: str) -> str:
     """A message of llguidance on one line: of a pattern that is refused, what is wrong with it."""
-    if problem.startswith("NoExtension"):  # its word for the end of all ways
+    if problem.startswith(NO_WAY):
         return "no text has this form"
     problem = re.sub(r"^at \d+\(\d+\): failed to compile JSON schema: ", "", problem)
     lines = [line.strip() for line in problem.splitlines() if line.strip()]
@@ -506,7 +507,12 @@ class TokenMask:
         allowed = self.allowed(len(scores))
         if not allowed.any():
             problem = f"no token continues the answer as `{self._name}` demands"
-            reason = _one_line(self._matcher.get_error())
+            if (error := self._matcher.get_error()).startswith(NO_WAY):
+                hint = (
+                    "leave out `patternProperties` that match no names but those of `properties`, or simplify the form"
+                )
+                raise InputRefused(f"{problem}: no text begins like this one", hint=hint)
+            reason = _one_line(error)
             raise InputRefused(f"{problem}{reason and ': '}{reason}", hint="give a simpler form")
         return np.where(allowed, scores, np.array(-np.inf, scores.dtype))
 

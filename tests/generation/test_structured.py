@@ -251,6 +251,10 @@ def test_a_text_does_not_end_where_nothing_can_follow(compiler: Compiler) -> Non
     structure = Structure.of_schema(schema)
     assert accepts(compiler, structure, '{"a":1,"b":true}')
     assert not accepts(compiler, structure, '{"a":1,"b":true, ')
+    with pytest.raises(InputRefused, match="no text begins like this one") as raised:
+        for seed in range(20):
+            walk(compiler, structure, seed)
+    assert "leave out `patternProperties`" in str(raised.value.hint)
 
 
 @pytest.mark.parametrize("pattern", ["[a-c]{2,4}", "a/b|é+x", r"\d{2}\.\d", "(?i)yes|no", r"a\/b", "[/]x"])
