@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from llmconv.causal_lm import require_one_attention
+from llmconv.causal_lm import require_one_attention, require_rotary
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import MalformedInput
 from llmconv.export.families import find_input_map, is_multi_modal, known_input_maps
@@ -154,11 +154,14 @@ def open_language_model(checkpoint: Checkpoint, code: Path | None = None, *, emb
         input_map = find_input_map(model_type)
         config = load_config(checkpoint.config, code)
         require_one_attention(config)
+        if not code:
+            require_rotary(checkpoint.config, config)
         return LanguageModel(config, input_map, embeddings=embedding_size(config) if embeds else None)
     from llmconv.export.vision_graph import WITHOUT, find_naming  # noqa: PLC0415 - as above
     from llmconv.export.vision_towers import VISION_TOWERS  # noqa: PLC0415 - as above
 
     whole = load_config(checkpoint.config)
+    require_rotary(checkpoint.config, whole)
     config = whole.get_text_config(decoder=True)
     # a field of the whole model
     config.tie_word_embeddings = whole.tie_word_embeddings and not _has_own_head(checkpoint)

@@ -184,6 +184,30 @@ def require_one_attention(config: Any) -> None:
         )
 
 
+def require_rotary(fields: Mapping[str, Any], config: Any) -> None:
+    """Raises UnsupportedInput where transformers turns more of each head than `rotary_dim` of a `config.json` says.
+
+    `config` is what it makes of the fields. MiniMax's files have this older name, which transformers 5.16 does not read
+    for MiniMax-M2, nor 5.23 for MiniMax-M3. What transformers 5 itself wrote (`rope_parameters`) counts as it is.
+    """
+    text = fields.get("text_config")
+    fields = {**fields, **(text if isinstance(text, Mapping) else {})}
+    turned = fields.get("rotary_dim")
+    if not isinstance(turned, int) or "rope_parameters" in fields:
+        return
+    made = config.get_text_config(decoder=True)
+    rope, size = getattr(made, "rope_parameters", None), getattr(made, "head_dim", None)
+    if not isinstance(rope, Mapping) or not isinstance(size, int):
+        return
+    part = rope.get("partial_rotary_factor") or 1.0
+    if 0 < turned < int(size * part):
+        raise UnsupportedInput(
+            f"`rotary_dim` of `config.json` is {turned}, and transformers would turn {int(size * part)} of the {size} "
+            "numbers of each head",
+            hint=f'add `"partial_rotary_factor": {turned / size:g}` to `config.json`, next to `rotary_dim`',
+        )
+
+
 MTP = re.compile(r"(?:^|\.)mtp(?:_layers|_dspark)?\.")
 MTP_LAYER = re.compile(r"(.*\blayers\.(\d{1,9})\.)eh_proj\.weight")
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from llmconv.causal_lm import require_sizes
+from llmconv.causal_lm import require_rotary, require_sizes
 from llmconv.cli import main
-from llmconv.errors import MalformedInput, first_line
+from llmconv.errors import MalformedInput, UnsupportedInput, first_line
 
 COMMANDS = ("export MODEL", "verify MODEL", "generate MODEL --prompt a", "generate MODEL --prompt a --backend torch")
 
@@ -118,6 +118,34 @@ def test_every_type_with_a_class_for_masked_words_is_known_as_an_encoder_or_atte
     if kind != "reformer":  # its class refuses to be built without `is_decoder`
         assert attends_to_later_tokens(kind)
         assert not attends_to_later_tokens(kind, is_decoder=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "turned"),
+    [
+        ("minimax_m3_vl_text", {"rotary_dim": 8}, False),
+        ("minimax_m3_vl_text", {"rotary_dim": 16}, True),
+        ("minimax_m3_vl_text", {"rotary_dim": 8, "partial_rotary_factor": 0.5}, True),  # as the hint says
+        ("minimax_m3_vl_text", {"rotary_dim": 8, "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}, True),
+        ("minimax_m2", {"rotary_dim": 8, "partial_rotary_factor": 0.5}, True),
+        ("gptj", {"rotary_dim": 8}, True),
+        ("llama", {"rotary_dim": 4}, False),
+    ],
+)
+def test_a_part_of_each_head_that_transformers_would_not_leave_as_it_is(
+    kind: str, fields: dict[str, Any], turned: bool
+) -> None:
+    from transformers import AutoConfig  # noqa: PLC0415 - slow to import
+
+    own = {"rope_theta": 10000.0, **fields}
+    sizes = {} if kind == "gptj" else {"head_dim": 16}
+    config = AutoConfig.for_model(kind, **sizes, **own)
+    if turned:
+        require_rotary(own, config)
+        return
+    with pytest.raises(UnsupportedInput, match="`rotary_dim` of `config.json` is ") as raised:
+        require_rotary({"text_config": own}, config)
+    assert f'"partial_rotary_factor": {own["rotary_dim"] / 16:g}`' in str(raised.value.hint)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

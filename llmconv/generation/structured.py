@@ -51,6 +51,7 @@ UNENFORCED = frozenset(
 )
 LOOK_AROUND = re.compile(r"\(\?(?:[=!]|<[=!])")
 OF_SCHEMA = "start: %json "
+NO_WAY = "NoExtension"  # llguidance's word for the end of all ways
 # any tokens of the bytes that may come, not only llguidance's own choice of them
 ANY_TOKENS = '\n%llguidance {"no_forcing": true}\n'
 SIMPLER = "give a schema that docs/serving.md says is supported"
@@ -142,6 +143,8 @@ def with_options(schema: Any, name: str) -> dict[str, Any]:
     _require_size(text, name)
     made: dict[str, Any] = json.loads(text)
     _close(made)
+    for _, _, one in islice(_schemas(made), MAX_SCHEMAS):
+        _fold(one)
     for count, (place, depth, one) in enumerate(_schemas(made), start=1):
         if depth > MAX_DEPTH or count > MAX_SCHEMAS:
             problem = f"`{name}` has more than {MAX_SCHEMAS} schemas or {MAX_DEPTH} levels, at `{place}`"
@@ -172,6 +175,29 @@ def _close(schema: dict[str, Any]) -> None:
             and all(name in [*one["properties"]] for name in required)
         ):
             one["additionalProperties"] = False
+
+
+LISTED = re.compile(r"\^(?:\((?:\?:)?([\w|-]+)\)|([\w-]+))\$")  # one name, or some
+
+
+def _fold(schema: dict[str, Any]) -> None:
+    """Moves a `patternProperties` of names that are all listed to these properties, where no other keys are allowed.
+
+    llguidance would let a further key begin that no name completes.
+    """
+    properties, patterns = schema.get("properties"), schema.get("patternProperties")
+    is_open = schema.get("additionalProperties") is not False
+    if is_open or not isinstance(properties, dict) or not isinstance(patterns, dict):
+        return
+    for pattern, value in list(patterns.items()):
+        found = LISTED.fullmatch(pattern)
+        names = (found[1] or found[2]).split("|") if found else []
+        if names and all(name in properties for name in names):
+            for name in names:
+                properties[name] = {"allOf": [properties[name], value]}
+            del patterns[pattern]
+    if not patterns:
+        del schema["patternProperties"]
 
 
 def loosened(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -451,7 +477,7 @@ def _place(guidance: Any, grammar: str, problem: str) -> str:
 
 def _one_line(problem: str) -> str:
     """A message of llguidance on one line: of a pattern that is refused, what is wrong with it."""
-    if problem.startswith("NoExtension"):  # its word for the end of all ways
+    if problem.startswith(NO_WAY):
         return "no text has this form"
     problem = re.sub(r"^at \d+\(\d+\): failed to compile JSON schema: ", "", problem)
     lines = [line.strip() for line in problem.splitlines() if line.strip()]
@@ -481,7 +507,12 @@ class TokenMask:
         allowed = self.allowed(len(scores))
         if not allowed.any():
             problem = f"no token continues the answer as `{self._name}` demands"
-            reason = _one_line(self._matcher.get_error())
+            if (error := self._matcher.get_error()).startswith(NO_WAY):
+                hint = (
+                    "leave out `patternProperties` that match no names but those of `properties`, or simplify the form"
+                )
+                raise InputRefused(f"{problem}: no text begins like this one", hint=hint)
+            reason = _one_line(error)
             raise InputRefused(f"{problem}{reason and ': '}{reason}", hint="give a simpler form")
         return np.where(allowed, scores, np.array(-np.inf, scores.dtype))
 
@@ -498,7 +529,10 @@ class TokenMask:
             allowed[: len(texts)] = True
             allowed[[end for end in self._ends if end < columns]] = self._is_optional
             return allowed
-        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
+        mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error():  # it ended: llguidance would end the text here, which has not the form
+            return allowed
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
         count = min(columns, len(bits))
         allowed[:count] = bits[:count]
         if self._vocabulary.strips and not self._begun:  # the decoder would remove the space

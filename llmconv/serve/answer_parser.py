@@ -124,9 +124,13 @@ class TextParser:
         if found is None:
             self._new = " "
             return None
-        calls, length = found
+        read, length = found
         self._held, self._space, self._is_marked = self._held[length:], "", True
-        return calls
+        parts = [
+            one for part in read for one in (self._shown_text(part.kind, part.text) if part.kind != CALL else [part])
+        ]
+        self._space = ""
+        return parts
 
     def _may_end(self, dialect: Dialect) -> bool:
         """Whether what came since a call was tried may end it; a long one is only tried where it has its end."""

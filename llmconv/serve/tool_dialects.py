@@ -1,8 +1,9 @@
 """The dialects in which models write calls of tools and their reasoning.
 
 `DIALECTS` has a row per dialect: how a call begins, what reads it, what tells the dialect in a chat template, and how a
-forced call is written. A call that is cut off, does not parse, or names no tool of the request stays text: nothing is
-repaired, so that no tool runs with arguments that the model did not write. So a call is passed on when it is complete.
+forced call is written. A call that is cut off, does not parse, or names no tool of the request stays text, and others
+beside it are calls: nothing is repaired, so that no tool runs with arguments that the model did not write. So a call is
+passed on when it is complete.
 
 Sources: the chat templates and model cards of Hermes 2 Pro and Qwen 2.5, Llama 3.1, Mistral 7B v0.3 and Small 3.2,
 DeepSeek-V3 and V3.1, Kimi K2, GLM-4.5, Qwen3-Coder, MiniMax-M2, Granite 3, Phi-4-mini, FunctionGemma, Gemma 4 and LFM2;
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -90,9 +92,49 @@ def loaded(text: str) -> Any:
         return found
 
     try:
-        return json.loads(text, parse_constant=no_constant, object_pairs_hook=unique)
+        return json.loads(text, parse_constant=no_constant, parse_float=_number, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise NotACall(str(error)) from error
+
+
+class FarNumber(float):
+    """A number beyond float64, such as 1e400, which JSON may have; `text` is how it was written."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    return FarNumber(text) if math.isinf(value) else value
+
+
+def _json(value: Any) -> str:
+    """JSON text of a value of `loaded`, or of a literal of Python; ValueError for what JSON does not have."""
+    if isinstance(value, FarNumber):
+        return value.text
+    if isinstance(value, dict):
+        keys = [key if isinstance(key, str) else json.dumps(key) for key in value]
+        pairs = [f"{_json(key)}: {_json(each)}" for key, each in zip(keys, value.values(), strict=True)]
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_json, value))}]"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def or_text(make: Callable[[], Part], text: str) -> Part:
+    """The call that `make` reads, one of several; where it is none its text, so that those beside it are not lost."""
+    try:
+        return make()
+    except NotACall:
+        return Part(CONTENT, f"{text.strip()}\n")
+
+
+def with_calls(parts: list[Part]) -> list[Part]:
+    """Parts with a call among them; NotACall without any: the text stays as the model wrote it."""
+    if not any(part.kind == CALL for part in parts):
+        raise NotACall("no call")
+    return parts
 
 
 def call_of(name: Any, arguments: Any, tools: Schemas) -> Part:
@@ -103,9 +145,9 @@ def call_of(name: Any, arguments: Any, tools: Schemas) -> Part:
     if not isinstance(arguments, dict):
         raise NotACall("the arguments are not an object")
     try:
-        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text = _json(arguments)
         text.encode()  # half of a surrogate pair, as `\ud800`, is no text
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise NotACall(str(error)) from error
     return Part(CALL, text, name)
 
@@ -128,12 +170,29 @@ def after(text: str, start: int, end: str, is_all: bool) -> int | None:
     raise NotACall(f"`{end}` is missing")
 
 
-def _objects(value: Any, tools: Schemas) -> list[Part]:
-    """The calls of an object, or of a list of objects, with `name` and `arguments` or `parameters`."""
-    values = value if isinstance(value, list) else [value]
-    if not values or not all(isinstance(one, dict) for one in values):
+def _object(text: str, tools: Schemas) -> Part:
+    """The call of an object with `name` and `arguments` or `parameters`."""
+    value = loaded(text)
+    if not isinstance(value, dict):
         raise NotACall("no object")
-    return [call_of(one.get("name"), one.get("arguments", one.get("parameters")), tools) for one in values]
+    return call_of(value.get("name"), value.get("arguments", value.get("parameters")), tools)
+
+
+def _objects(text: str, tools: Schemas) -> list[Part]:
+    """The calls of an object, or of a list of objects."""
+    if not text.startswith("["):
+        return [or_text(partial(_object, text, tools), text)]
+    parts: list[Part] = []
+    at = 0
+    while text[at] != "]":
+        start = skip_space(text, at + 1)
+        if (end := json_end(text, start)) is None:
+            raise NotACall("no list")
+        parts.append(or_text(partial(_object, text[start:end], tools), text[start:end]))
+        at = skip_space(text, end)
+        if text[at : at + 1] not in (",", "]"):
+            raise NotACall("no list")
+    return parts
 
 
 def read_json(
@@ -147,7 +206,7 @@ def read_json(
         stop = json_end(text, start)
         if stop is None:
             return None
-        calls += _objects(loaded(text[start:stop]), tools)
+        calls += _objects(text[start:stop], tools)
         following = skip_space(text, stop)
         if between and text.startswith(between, following):
             at = following + len(between)
@@ -155,7 +214,7 @@ def read_json(
         if between and following == len(text) and not is_all:
             return None  # another one may come
         done = after(text, stop, end, is_all) if end else stop
-        return None if done is None else (calls, done)
+        return None if done is None else (with_calls(calls), done)
 
 
 NAMED = re.compile(r"\s*([\w.:/-]+?)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
@@ -195,23 +254,27 @@ class Sections:
         while True:
             start = skip_space(text, at)
             if calls and (text.startswith(self.closing, start) or (is_all and start == len(text))):
-                return calls, min(start + len(self.closing), len(text))
+                return with_calls(calls), min(start + len(self.closing), len(text))
             if not text.startswith(self.begin, start):
                 if not is_all and any(mark.startswith(text[start:]) for mark in (self.begin, self.closing)):
                     return None
                 raise NotACall
-            start += len(self.begin)
-            place = text.find(self.after_name, start)
+            place = text.find(self.after_name, start + len(self.begin))
             if place < 0:
                 return None
-            name = text[start:place].strip().removeprefix(self.before_name)
+            name = text[start + len(self.begin) : place].strip().removeprefix(self.before_name)
             begin = skip_space(text, place + len(self.after_name))
             if (end := json_end(text, begin)) is None:
                 return None
-            calls.append(call_of(re.sub(r":\d+$", "", name), loaded(text[begin:end]), tools))
             if (done := after(text, end, self.after_arguments.strip(), is_all)) is None:
                 return None
+            call = partial(self._call, re.sub(r":\d+$", "", name), text[begin:end], tools)
+            calls.append(or_text(call, text[start:done]))
             at = done
+
+    @staticmethod
+    def _call(name: str, arguments: str, tools: Schemas) -> Part:
+        return call_of(name, loaded(arguments), tools)
 
 
 def typed(text: str, schema: Any) -> Any:
@@ -261,17 +324,17 @@ class Tags:
             stop = text.find(self.end, at)
             if stop < 0:
                 return None
-            calls.append(self._call(text[at:stop], tools))
+            calls.append(or_text(partial(self._call, text[at:stop], tools), text[at : stop + len(self.end)]))
             at = stop + len(self.end)
             following = skip_space(text, at)
             if self.wrapper and text.startswith(closing, following):
-                return calls, following + len(closing)
+                return with_calls(calls), following + len(closing)
             if not self.wrapper or (is_all and following == len(text)):
-                return calls, at
+                return with_calls(calls), at
             if closing.startswith(text[following:]):
                 return None
             if not text.startswith(self.wrapper):  # left out, so that this call is alone
-                return calls, at
+                return with_calls(calls), at
 
     def _call(self, text: str, tools: Schemas) -> Part:
         named = self.name.match(text)
@@ -383,20 +446,27 @@ def read_python(
     stop = text.find(end) if end else len(text) if is_all else -1
     if stop < 0:
         return None
+    source = text[len(begin) : stop].strip()
     try:
-        tree = ast.parse(text[len(begin) : stop].strip(), mode="eval").body
-        found = tree.elts if isinstance(tree, ast.List) else ()
-        calls = []
-        for one in found:
-            if not isinstance(one, ast.Call) or one.args or not all(word.arg for word in one.keywords):
-                raise NotACall
-            arguments = {str(word.arg): ast.literal_eval(word.value) for word in one.keywords}
-            calls.append(call_of(ast.unparse(one.func), arguments, tools))
+        tree = ast.parse(source, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise NotACall(str(error)) from error
+    found = tree.elts if isinstance(tree, ast.List) else []
+    if not all(isinstance(one, ast.Call) for one in found):
+        raise NotACall("no list of calls")
+    written = [ast.get_source_segment(source, one) or "" for one in found]
+    calls = [or_text(partial(_python_call, one, tools), words) for one, words in zip(found, written, strict=True)]
+    return with_calls(calls), stop + len(end)
+
+
+def _python_call(found: ast.expr, tools: Schemas) -> Part:
+    if not isinstance(found, ast.Call) or found.args or not all(word.arg for word in found.keywords):
+        raise NotACall
+    try:
+        arguments = {str(word.arg): ast.literal_eval(word.value) for word in found.keywords}
+        return call_of(ast.unparse(found.func), arguments, tools)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise NotACall(str(error)) from error
-    if not calls:
-        raise NotACall
-    return calls, stop + len(end)
 
 
 DEEPSEEK = Sections(

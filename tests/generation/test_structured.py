@@ -46,6 +46,8 @@ def walk(compiler: Compiler, structure: Structure, seed: int, most: int = 300) -
     mask, random, tokens = grammars.mask(structure, ends), np.random.default_rng(seed), list[int]()
     for _ in range(most):
         allowed = np.flatnonzero(mask.allowed(len(grammars.vocabulary.texts) + 29))
+        if not len(allowed):
+            mask.scores(np.zeros(len(grammars.vocabulary.texts), np.float32))
         if set(allowed.tolist()) & ends and random.random() < 0.8:
             return decode(tokens)
         token = int(random.choice(allowed))
@@ -222,6 +224,37 @@ def test_free_keys_are_those_that_a_schema_asks_for(compiler: Compiler, schema: 
     assert accepts(compiler, Structure.of_schema(schema), FREE) is free
     assert not accepts(compiler, Structure.of_schema(LISTED), OUT_OF_ORDER)
     assert accepts(compiler, Structure.of_schema(LISTED), '{"a":2,"b":1}')
+
+
+TWO = {"a": {"type": "integer", "maximum": 50}, "b": {"type": "boolean"}}
+
+
+@pytest.mark.parametrize("pattern", ["^a$", "^(a|b)$", "^(?:b|a)$", "^[ab]$", "^(a|b|c)$", "a"])
+@pytest.mark.parametrize("required", [["a"], ["a", "b"], []])
+@pytest.mark.parametrize("seed", range(4))
+def test_patterns_of_listed_names_end_in_valid_texts(
+    compiler: Compiler, pattern: str, required: list[str], seed: int
+) -> None:
+    rest = {"required": required, "additionalProperties": False, "patternProperties": {pattern: {"minimum": 0}}}
+    schema = {"type": "object", "properties": TWO, **rest}
+    try:
+        text = walk(compiler, Structure.of_schema(schema), seed)
+    except InputRefused:  # a further key began, and none is left
+        assert pattern == "^[ab]$"
+        return
+    if text is not None:
+        jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)
+
+
+def test_a_text_does_not_end_where_nothing_can_follow(compiler: Compiler) -> None:
+    schema = {"type": "object", "properties": TWO, "additionalProperties": False, "patternProperties": {"^[ab]$": {}}}
+    structure = Structure.of_schema(schema)
+    assert accepts(compiler, structure, '{"a":1,"b":true}')
+    assert not accepts(compiler, structure, '{"a":1,"b":true, ')
+    with pytest.raises(InputRefused, match="no text begins like this one") as raised:
+        for seed in range(20):
+            walk(compiler, structure, seed)
+    assert "leave out `patternProperties`" in str(raised.value.hint)
 
 
 @pytest.mark.parametrize("pattern", ["[a-c]{2,4}", "a/b|é+x", r"\d{2}\.\d", "(?i)yes|no", r"a\/b", "[/]x"])

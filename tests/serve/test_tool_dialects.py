@@ -21,10 +21,11 @@ ZURICH = ("get_weather", {"city": "Zürich", "days": 3})
 NASTY = ("write", {"text": 'a "quoted" } ] </tool_call> \\ \n{', "lines": [{"x": [1.5, None]}], "on": True})
 
 
-def parser(dialect: str, opened: bool = False) -> AnswerParser:
+def parser(dialect: str, opened: bool = False, without: str = "") -> AnswerParser:
+    tools = {name: schema for name, schema in TOOLS.items() if name != without}
     if dialect == "harmony":
-        return HarmonyParser(TOOLS)
-    return TextParser(THOUGHTS[0], DIALECTS[dialect], TOOLS, opened)
+        return HarmonyParser(tools)
+    return TextParser(THOUGHTS[0], DIALECTS[dialect], tools, opened)
 
 
 def parsed(parser: AnswerParser, text: str, size: int) -> tuple[str, str, list[tuple[str, Any]], list[Part]]:
@@ -201,6 +202,37 @@ def test_a_transcript_that_is_cut_has_only_whole_calls(dialect: str, text: str) 
         assert calls == whole[: len(calls)]
         if not calls and "think" not in text and dialect != "harmony":
             assert content.rstrip() == text[:end].rstrip()
+
+
+SEVERAL = [(row[0], row[1], row[4]) for row in TRANSCRIPTS if len({name for name, _ in row[4]}) > 1]
+
+
+@pytest.mark.parametrize(("dialect", "text", "calls"), SEVERAL)
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("size", [1, 10_000])
+def test_a_call_of_an_unknown_tool_takes_no_other_call_with_it(
+    dialect: str, text: str, calls: list[Any], place: int, size: int
+) -> None:
+    unknown = calls[place][0]
+    content, _, found, _ = parsed(parser(dialect, without=unknown), text, size)
+    assert found == [call for call in calls if call[0] != unknown]
+    assert unknown in content and content == content.strip()
+
+
+def test_every_dialect_has_a_transcript_of_several_tools() -> None:
+    alone = {"functiongemma", "harmony", "pythonic", "phi4_mini", "granite", "qwen3_coder", "glm45"}
+    assert {dialect for dialect, _, _ in SEVERAL} >= DIALECTS.keys() - alone
+
+
+@pytest.mark.parametrize("number", ["1e400", "-14471E+903", "25052e9015", "9" * 400 + ".5"])
+@pytest.mark.parametrize("dialect", ["hermes", "gemma4"])
+def test_a_number_beyond_float64_is_passed_on_as_it_was_written(dialect: str, number: str) -> None:
+    text = {
+        "hermes": f'<tool_call>{{"name": "now", "arguments": {{"a": [1, {{"b": {number}}}]}}}}</tool_call>',
+        "gemma4": f"<|tool_call>call:now{{a:[1,{{b:{number}}}]}}<tool_call|>",
+    }[dialect]
+    [part] = parsed(parser(dialect), text, 10_000)[3]
+    assert part == Part(CALL, f'{{"a": [1, {{"b": {number}}}]}}', "now")
 
 
 @pytest.mark.parametrize(

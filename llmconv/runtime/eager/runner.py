@@ -37,7 +37,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from llmconv.causal_lm import require_causal, require_one_attention
+from llmconv.causal_lm import language_config, require_causal, require_one_attention, require_rotary
 from llmconv.checkpoint import INDEX, SINGLE, has_weights, open_weights, read_json
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem, first_line
 from llmconv.memory import raise_if_out_of_memory, trim
@@ -232,6 +232,8 @@ class EagerRunner(Runner):
         how |= {"attn_implementation": self.attention, "local_files_only": True, "output_loading_info": True}
         model, report = source.from_pretrained(path, dtype=dtype, **how)
         require_loaded(model, report, stored, folder)
+        if not self._code:
+            require_rotary(language_config(folder), model.config)
         if self.attention == "eager":
             require_one_attention(model.config)
         return model
