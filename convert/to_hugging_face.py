@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +102,8 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     # a configuration that is kept as it is needs no new `torch_dtype`
     kept = dtype == "keep" and (checkpoint.format == "hf" or "quantization_config" in checkpoint.config)
     checkpoint = with_stated_type(checkpoint) if kept and checkpoint.dequantized else checkpoint
-    plan = plan_checkpoint(checkpoint if kept else with_cast(checkpoint, dtype), size)
+    planned = plan_checkpoint(checkpoint if kept else with_cast(checkpoint, dtype), size)
+    plan = replace(planned, measured=_digest(strategy))
     place = output_place(output)
     check_output(plan, place, overwrite, [path for path in (checkpoint.path, base) if path], resume=resume, work=work)
     paths = (("tokenizer", words), ("base", base), ("strategy", strategy))
@@ -114,6 +117,13 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     sources = [file for path in (checkpoint.path, base) if path for file in files_under(path, local_only(place))]
     asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
     return done_by(work, plan, write_checkpoint(plan, place, steps=steps, sources=sources, **asked).found)
+
+
+def _digest(strategy: Path | None) -> str:
+    """A hash of the content of a strategy's files, which say how tensors are joined; empty without one."""
+    if strategy is None:
+        return ""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files_under(strategy))).hexdigest()
 
 
 def _require_no_codes(checkpoint: Checkpoint, dtype: str) -> None:

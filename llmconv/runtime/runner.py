@@ -280,7 +280,7 @@ class RemoteCache(Cache, Protocol):
 
 def is_lost(cache: Cache) -> bool:
     """Whether a cache no longer exists where it was kept, so that its tokens have to run again."""
-    return isinstance(cache, RemoteCache) and cache.is_lost
+    return bool(getattr(cache, "is_lost", False))  # of stages elsewhere, and of torch, which extends it in place
 
 
 def can_be_cut(cache: Cache) -> bool:

@@ -77,6 +77,7 @@ class CopiedCache(JoinedCache):
         super().__init__()
         self._cache: Cache = ArrayCache({}, 0)
         self._before: Cache = self._cache
+        self._kept: Cache = self._cache
 
     def add(self, cache: Cache) -> None:
         arrays, width = cache.arrays(), max(self.columns, cache.length)
@@ -104,11 +105,16 @@ class CopiedCache(JoinedCache):
         return ArrayCache(_narrowed(arrays, length), length)
 
     def past(self) -> Cache:
+        self._kept = self._cache
+        if hasattr(self._kept, "is_lost"):  # the step may overwrite its states
+            arrays = self._kept.arrays()
+            kept = {name: array.copy() if is_state(name) else array for name, array in arrays.items()}
+            self._kept = ArrayCache(kept, self._kept.length)
         return self._cache
 
     def grew(self, present: Cache) -> None:
         super().grew(present)
-        self._cache, self._before = present, self._cache
+        self._cache, self._before = present, self._kept
 
     def before(self, at: int) -> Cache:
         return rows_of(self._before, [at])
