@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +101,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     # a configuration that is kept as it is needs no new `torch_dtype`
     kept = dtype == "keep" and (checkpoint.format == "hf" or "quantization_config" in checkpoint.config)
     checkpoint = with_stated_type(checkpoint) if kept and checkpoint.dequantized else checkpoint
-    planned = plan_checkpoint(checkpoint if kept else with_cast(checkpoint, dtype), size)
-    plan = replace(planned, measured=_digest(strategy))
+    plan = plan_checkpoint(checkpoint if kept else with_cast(checkpoint, dtype), size)
     place = output_place(output)
     check_output(plan, place, overwrite, [path for path in (checkpoint.path, base) if path], resume=resume, work=work)
     paths = (("tokenizer", words), ("base", base), ("strategy", strategy))
@@ -113,16 +111,16 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     given |= {"config": [path.name for path in configs] or None}
     if dry_run:
         return plan
-    steps = [step("to-hf", checkpoint.path, format=checkpoint.format, **given)]
+    steps = [step("to-hf", checkpoint.path, format=checkpoint.format, strategy_sha256=_digest(strategy), **given)]
     sources = [file for path in (checkpoint.path, base) if path for file in files_under(path, local_only(place))]
     asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
     return done_by(work, plan, write_checkpoint(plan, place, steps=steps, sources=sources, **asked).found)
 
 
-def _digest(strategy: Path | None) -> str:
-    """A hash of the content of a strategy's files, which say how tensors are joined; empty without one."""
+def _digest(strategy: Path | None) -> str | None:
+    """A hash of the content of a strategy's files, which say how tensors are joined; None without one."""
     if strategy is None:
-        return ""
+        return None
     return hashlib.sha256(b"".join(path.read_bytes() for path in files_under(strategy))).hexdigest()
 
 
