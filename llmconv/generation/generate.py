@@ -266,6 +266,7 @@ class Batches:
     shares: bool = False  # the prompts have a common start, which is run only once
     together: int = 1  # texts that are not divided: the beams of a prompt
     streamer: object = None  # of transformers; texts then run one by one
+    chat_ends: frozenset[int] | None = None  # tokens that end chats, where the settings are of texts among them
 
     def run(
         self, prompts: Sequence[PlannedText], skip: int = 0, on_piece: OnPiece | None = None
@@ -309,6 +310,22 @@ class Batches:
     def _pieces(
         self, prompts: Sequence[PlannedText], shared: SharedPrefix | None, decode: TimedDecoder
     ) -> Iterator[TextPiece]:
+        if self.chat_ends is None:
+            yield from self._stream(prompts, self.settings, shared, decode)
+            return
+        settings = self.settings, self.settings.but(eos_token_id=self.chat_ends)
+        for is_chat, own in enumerate(settings):
+            places = [at for at, one in enumerate(prompts) if is_chat != isinstance(one.content, str)]
+            for piece in self._stream([prompts[at] for at in places], own, shared, decode):
+                yield replace(piece, index=places[piece.index])
+
+    def _stream(
+        self,
+        prompts: Sequence[PlannedText],
+        settings: GenerationSettings,
+        shared: SharedPrefix | None,
+        decode: TimedDecoder,
+    ) -> Iterator[TextPiece]:
         if not prompts:
             return iter(())
         ids, samples = [one.tokens for one in prompts], [one.sample for one in prompts]
@@ -316,7 +333,7 @@ class Batches:
         given: dict[str, Any] = {"samples": samples, "decode": decode, "streamer": self.streamer}
         if any(one.inputs for one in prompts):
             given["inputs"] = [one.inputs for one in prompts]
-        return self.model.stream(ids, self.settings, shared, embeddings=rows, **given)
+        return self.model.stream(ids, settings, shared, embeddings=rows, **given)
 
 
 TUNED = ("adapter", "prefix_tuning", "decode", "tokenizer", "dtype")
@@ -350,6 +367,7 @@ class PromptRun:
     skipped: int = 0  # number of texts that the file had before
     output: Path | None = None  # the file; None where completions are collected
     talks: bool = False  # print the settings, and the cost of each batch
+    chat_ends: frozenset[int] | None = None  # see `Batches`
 
     def __post_init__(self) -> None:
         require_count(self.count, self.settings)
@@ -414,7 +432,8 @@ class PromptRun:
     def _run(self, take: Callable[[list[Completion]], object], on_piece: OnPiece | None, streamer: Any) -> None:
         together = self.count if self.settings.num_beams > 1 else 1
         shares = bool(self.wording.prompt_prefix)
-        batches = Batches(self.model, self.settings, self.batch_size, shares, together, streamer)
+        given = self.batch_size, shares, together, streamer, self.chat_ends
+        batches = Batches(self.model, self.settings, *given)
         for completions, cost in batches.run(self.encoded, self.skipped, on_piece):
             take(completions)
             if not cost.prompts:
@@ -567,8 +586,10 @@ def prepare(
         running["form"] = "file" if wording.prompt_prefix and batch_size > 1 else "mapped" if is_short else "auto"
     opened = opener(model, cast(RunningOptions, running))()
     chosen = opened.defaults.but(**settings)
-    if settings.get("eos_token_id") is None and all(wording.is_chat(prompt) for prompt in prompts):
-        chosen = chosen.but(eos_token_id=opened.chat_ends)
+    chats = [wording.is_chat(prompt) for prompt in prompts]
+    chat_ends = opened.chat_ends if any(chats) and settings.get("eos_token_id") is None else None
+    if chat_ends is not None and all(chats):
+        chosen, chat_ends = chosen.but(eos_token_id=chat_ends), None
     if chosen.max_new_tokens is None and chosen.max_length is None:
         chosen = chosen.but(max_new_tokens=NEW_TOKENS)
     chosen = chosen.but(stop_strings=tuple(dict.fromkeys((*chosen.stop_strings, *wording.stops))))
@@ -576,7 +597,8 @@ def prepare(
     named = {name: running.get(name) or "" for name in TUNED}
     is_named = {name: name == "dtype" or isinstance(one, str | Path) for name, one in named.items()}
     tuned = {name: str(one) if is_named[name] else kind_of(one) for name, one in named.items()}
-    return PromptRun(opened, prompts, chosen, wording, batch_size, num_return_sequences, tuned)
+    given = opened, prompts, chosen, wording, batch_size, num_return_sequences, tuned
+    return PromptRun(*given, chat_ends=chat_ends)
 
 
 def _structure(json_schema: Any, regex: str | None) -> Structure | None:

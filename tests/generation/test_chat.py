@@ -304,3 +304,16 @@ def test_ends_that_a_call_gives_replace_those_of_a_chat(chatting: Path) -> None:
     [usual] = generate(model, [chat], max_new_tokens=4, do_sample=False).completions
     [found] = generate(model, [chat], max_new_tokens=4, do_sample=False, eos_token_id=usual.tokens[0]).completions
     assert (found.tokens, found.finish) == ([], "eos")
+
+
+def test_a_chat_among_texts_ends_as_it_does_alone(chatting: Path) -> None:
+    model, chat = TextModel.open(chatting), [{"role": "user", "content": "hello"}]
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+    [text] = generate(model, "abc", **options).completions
+    model.tokenizer.eos_token = model.tokenizer.convert_ids_to_tokens(text.tokens[0])  # ends chats alone
+    found = generate(model, ["abc", chat, "abc"], **options).completions
+    [alone] = generate(model, [chat], **options).completions
+    assert [one.tokens for one in found] == [text.tokens, alone.tokens, text.tokens]
+    model.tokenizer.eos_token = model.tokenizer.convert_ids_to_tokens(alone.tokens[0])
+    found = generate(model, ["abc", chat], **options).completions
+    assert [(one.tokens, one.finish) for one in found] == [(text.tokens, "length"), ([], "eos")]
