@@ -23,7 +23,7 @@ from llmconv.runtime.extra_inputs import AXES, DEEPSTACK_FEATURES, ExtraInput, E
 from llmconv.runtime.images.families import image_family
 from llmconv.runtime.images.family import Features, Given
 from llmconv.runtime.library_patches import reset_dynamic_rope
-from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Step, default_positions, is_lost
+from llmconv.runtime.runner import ArrayCache, Cache, Extras, PlacedEmbeddings, Step, default_positions, is_lost
 from llmconv.tensors import FLOATS, Array, LazyTensor
 
 
@@ -47,7 +47,13 @@ class TorchCache:
     @property
     def is_lost(self) -> bool:
         """Whether the states after these tokens no longer exist, see `runner.is_lost`."""
-        return not self.is_latest and any(map(is_state, self._named.arrays()))
+        return not self.is_latest and self._named.has_states
+
+    def kept(self) -> Cache:
+        """These tokens for after a step that extends the cache: a copy if there are states."""
+        if not self._named.has_states:
+            return self
+        return ArrayCache({name: array.copy() for name, array in self.arrays().items()}, self.length)
 
     def arrays(self) -> Mapping[str, Array]:
         whole = self._named.arrays()

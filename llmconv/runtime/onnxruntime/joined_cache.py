@@ -17,7 +17,15 @@ import numpy as np
 
 from llmconv.runtime.extra_inputs import is_state
 from llmconv.runtime.onnxruntime.shared_buffers import ROUNDING, BufferCache, CacheBuffers
-from llmconv.runtime.runner import TOKEN_AXIS, ArrayCache, Cache, RemoteCache, can_be_cut, rows_of
+from llmconv.runtime.runner import (
+    TOKEN_AXIS,
+    ArrayCache,
+    Cache,
+    ExtendedCache,
+    RemoteCache,
+    can_be_cut,
+    rows_of,
+)
 from llmconv.tensors import Array
 
 
@@ -105,11 +113,7 @@ class CopiedCache(JoinedCache):
         return ArrayCache(_narrowed(arrays, length), length)
 
     def past(self) -> Cache:
-        self._kept = self._cache
-        if hasattr(self._kept, "is_lost"):  # the step may overwrite its states
-            arrays = self._kept.arrays()
-            kept = {name: array.copy() if is_state(name) else array for name, array in arrays.items()}
-            self._kept = ArrayCache(kept, self._kept.length)
+        self._kept = self._cache.kept() if isinstance(self._cache, ExtendedCache) else self._cache
         return self._cache
 
     def grew(self, present: Cache) -> None:
