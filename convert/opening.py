@@ -166,12 +166,13 @@ def open_again(
     if has_codes and options.get("drop"):
         hint = "give `--quant dequantize` for the values of the codes, or leave `--drop` out"
         raise UnsupportedInput(f"`--drop` leaves out no parts of codes, which `{name}` has", hint=hint)
-    settings = updated(opened.config, merged_configs(config))
+    given = _without_codes(merged_configs(config), stored.config, name)
+    settings = updated(opened.config, given)
     require_model_type(settings, name)
     notes: list[str] = []
     if _is_reward_model(settings):
         opened, settings, notes = _as_classifier(opened, settings, name)
-    own = own_fields(opened.config, {**merged_configs(config), **options}, name)
+    own = own_fields(opened.config, {**given, **options}, name)
     code = [field for field in CODE_FIELDS if settings.pop(field, None)]
     warnings = [DROPPED_CODE.format(listing(code))] if code and not own else []
     if options.get("drop"):
@@ -191,11 +192,29 @@ def open_again(
             ) from why
         raise
     if has_codes:
-        fields = {"quantization_config": stored.config["quantization_config"], **settings}
+        fields = {**settings, "quantization_config": stored.config["quantization_config"]}
         own = {file: read_small(folder / file) for file in OF_CODES if (folder / file).is_file()}
         result = replace(result, tensors=stored.tensors, config=fields, side_files={**side_files, **own})
         result = replace(result, dequantized=frozenset())
     return replace(result, warnings=tuple(warnings))
+
+
+def _without_codes(given: Mapping[str, Any], stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Fields of `--config` without settings of codes; UsageProblem for others than those of the weights in `stored`."""
+    parts = [given, *(part for part in given.values() if isinstance(part, Mapping))]
+    found = [part["quantization_config"] for part in parts if "quantization_config" in part]
+    if not found:
+        return given
+    from llmconv.quantized_weights.quantized_checkpoint import without_settings  # noqa: PLC0415 - of few models
+
+    own = stored.get("quantization_config")
+    if any(one != own for one in found):
+        is_plain = "plain" if own is None else "as its own says"
+        raise UsageProblem(
+            f"`--config` has another `quantization_config` than `{name}`, whose weights are {is_plain}",
+            hint="take it out of the file",
+        )
+    return without_settings(given)
 
 
 OF_CODES = (MODELOPT, "quantize_config.json", "quant_config.json")  # files of ModelOpt, AutoGPTQ and AutoAWQ

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -111,10 +112,17 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     given |= {"config": [path.name for path in configs] or None}
     if dry_run:
         return plan
-    steps = [step("to-hf", checkpoint.path, format=checkpoint.format, **given)]
+    steps = [step("to-hf", checkpoint.path, format=checkpoint.format, strategy_sha256=_digest(strategy), **given)]
     sources = [file for path in (checkpoint.path, base) if path for file in files_under(path, local_only(place))]
     asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
     return done_by(work, plan, write_checkpoint(plan, place, steps=steps, sources=sources, **asked).found)
+
+
+def _digest(strategy: Path | None) -> str | None:
+    """A hash of the content of a strategy's files, which say how tensors are joined; None without one."""
+    if strategy is None:
+        return None
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files_under(strategy))).hexdigest()
 
 
 def _require_no_codes(checkpoint: Checkpoint, dtype: str) -> None:

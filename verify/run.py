@@ -542,7 +542,7 @@ class Judged:
     path: Path
     graphs: Mapping[str, str]  # sha256 by name
     weights: Mapping[str, WeightFile | None]
-    configs: Mapping[str, str]  # sha256 by name of the files that say what the weights mean
+    configs: Mapping[str, str]  # sha256 by name of the files that say what weights, or the model, are
 
     @classmethod
     def of_graphs(cls, verified: VerifiedFolder) -> Judged:
@@ -551,7 +551,9 @@ class Judged:
         tensors = (tensor for model in verified.models.values() for tensor in external_tensors(model))
         names = {external_fields(tensor).get("location", "") for tensor in tensors}
         weights = {name: weight_file(verified.path / name) for name in names if name.endswith(MAPPED)}
-        return cls(verified.path, {path.name: graph_sha256(path) for path in paths}, weights, {})
+        config = verified.path / "config.json"
+        configs = {config.name: graph_sha256(config)} if config.is_file() else {}
+        return cls(verified.path, {path.name: graph_sha256(path) for path in paths}, weights, configs)
 
     @classmethod
     def of_codes(cls, path: Path) -> Judged:

@@ -9,10 +9,11 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from llmconv.errors import UnsupportedInput
-from llmconv.export.traced_graph import NodeEditor, ancestors, constant, integers, value_named
+from llmconv.export.traced_graph import NodeEditor, ancestors, constant, integers, producer, rank, value_named
 from llmconv.runtime.extra_inputs import LOGITS_FROM, WRITE_INDICES
 
 TO_THE_END = (1 << 63) - 1
+LOGITS_RANK = 3
 HEADS = "Gemm", "MatMul", "MatMulNBits", "FusedMatMul"
 TOKENS = {"input_ids", "inputs_embeds"}
 ROWWISE = {"Add", "Cast", "Clip", "Div", "Identity", "Max", "Min", "Mul", "Sub", "Tanh"}
@@ -35,7 +36,7 @@ def keep_last_logits(model: ir.Model) -> None:
     for node in reshapes:
         node.replace_input_with(1, integers(graph, -1, 1, vocabulary))
     editor = NodeEditor(graph, head, "last_logits")
-    hidden, flat = _hidden(head)
+    hidden, flat = _hidden(head, is_reshaped=bool(reshapes))
     last = _last(editor, hidden)
     head.replace_input_with(0, last if flat is None else editor.one("Reshape", [last, flat]))
     logits.shape = ir.Shape([logits.shape[0], 1, vocabulary])
@@ -45,16 +46,18 @@ def keep_last_logits(model: ir.Model) -> None:
 def compute_logits_from(model: ir.Model) -> None:
     """Adds an input `logits_from`, int64 [1], by default 0: `logits` are those of the tokens from it on, in place.
 
+    It is -1 for the last token, also of a graph that computes no other.
+
     So a prompt whose last logits alone are read skips the rest of the head, which is most of a small model. A graph
     stays as it is if its logits are not the rows of a linear layer, scaled or capped, or of a fixed number of tokens.
     """
     graph = model.graph
     logits = value_named(graph.outputs, "logits")
-    if logits is None or logits.shape is None or len(logits.shape) != 3 or isinstance(logits.shape[1], int):
+    if logits is None or logits.shape is None or len(logits.shape) != LOGITS_RANK or isinstance(logits.shape[1], int):
         return  # it has one position, or is padded on the right
     try:
         head, reshapes = _head(logits)
-        hidden, flat = _hidden(head)
+        hidden, flat = _hidden(head, is_reshaped=bool(reshapes))
     except UnsupportedInput:
         return
     start, editor = constant(graph, LOGITS_FROM, np.zeros(1, np.int64)), NodeEditor(graph, head, LOGITS_FROM)
@@ -70,14 +73,18 @@ def compute_logits_from(model: ir.Model) -> None:
     logits.shape = ir.Shape([logits.shape[0], LOGITS_FROM, logits.shape[2]])
 
 
-def _hidden(head: ir.Node) -> tuple[ir.Value, ir.Value | None]:
-    """The hidden state [batch, sequence, features] before a head, and the shape to which it is flattened, if it is."""
+def _hidden(head: ir.Node, *, is_reshaped: bool) -> tuple[ir.Value, ir.Value | None]:
+    """The hidden state [batch, sequence, features] before a head, and the shape to which it is flattened, if it is.
+
+    A product whose result `is_reshaped` may be one of a matrix [batch * sequence, features], as `Gemm` always is.
+    """
     hidden = head.inputs[0]
     assert hidden is not None
-    if head.op_type != "Gemm":
+    if head.op_type != "Gemm" and (not is_reshaped or rank(hidden) == LOGITS_RANK):
         return hidden, None
-    flat = hidden.producer()  # it takes a matrix: [batch * sequence, features]
-    if flat is None or flat.op_type != "Reshape" or flat.inputs[0] is None or flat.inputs[1] is None:
+    flat = producer(hidden, "Reshape")
+    shape = flat.inputs[1].const_value if flat is not None and flat.inputs[1] is not None else None
+    if flat is None or flat.inputs[0] is None or shape is None or shape.numpy()[:-1].tolist() != [-1]:
         _refuse("flattens its hidden state in an unsupported way")
     return flat.inputs[0], flat.inputs[1]
 

@@ -245,8 +245,35 @@ class CompletionFile:
 
 
 def _digest(prompts: Sequence[Prompt]) -> str:
-    contents = [[one.content, dict(one.fields), *([repr(one.inputs)] if one.inputs else [])] for one in prompts]
-    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()
+    """A hash of the prompts with all that they have besides tokens; InputRefused for a file that cannot be read."""
+    found = hashlib.sha256()
+    for one in prompts:
+        given = {"content": one.content, "fields": dict(one.fields), "placeholder": one.placeholder}
+        found.update(json.dumps(given, sort_keys=True, default=str).encode("utf-8", "surrogatepass"))
+        for kind, several in (("images", one.images), ("embeddings", [one.embeddings]), *one.inputs.items()):
+            values = several if kind in ("images", "embeddings") else [several]
+            for value in values:
+                found.update(f"\n{kind} ".encode())
+                found.update(_bytes_of(value))
+    return found.hexdigest()
+
+
+def _bytes_of(value: Any) -> bytes:
+    """The content of a file, an array, a tensor or an image; that of None is empty."""
+    if isinstance(value, str | Path):
+        try:
+            with open(value, "rb") as file:
+                return hashlib.file_digest(file, "sha256").digest()
+        except OSError as error:
+            hint = "give the path of a file"
+            raise InputRefused(f"`{value}` cannot be read: {error.strerror}", hint=hint) from error
+    if value is None or isinstance(value, bytes):
+        return value or b""
+    if hasattr(value, "mode") and hasattr(value, "tobytes"):  # an image of Pillow
+        return f"{value.mode} {value.size} ".encode() + bytes(value.tobytes())
+    value = value.detach().float().cpu() if hasattr(value, "detach") else value  # a tensor: numpy has no bfloat16
+    array = np.asarray(value)
+    return f"{array.dtype} {array.shape} ".encode() + array.tobytes()
 
 
 def _prompt_of(line: bytes) -> Any:

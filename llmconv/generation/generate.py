@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from llmconv.argument_checks import OWN, checked, fitted, require_least
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.files.paths import Written, kind_of
+from llmconv.files.sources import files_under
 from llmconv.generation.completions import TOO_LONG, Completion, CompletionFile, Generation, GenerationCost, Meter
 from llmconv.generation.loop import SharedPrefix
 from llmconv.generation.model import TextModel
@@ -264,6 +266,7 @@ class Batches:
     shares: bool = False  # the prompts have a common start, which is run only once
     together: int = 1  # texts that are not divided: the beams of a prompt
     streamer: object = None  # of transformers; texts then run one by one
+    chat_ends: frozenset[int] | None = None  # tokens that end chats, where the settings are of texts among them
 
     def run(
         self, prompts: Sequence[PlannedText], skip: int = 0, on_piece: OnPiece | None = None
@@ -307,6 +310,22 @@ class Batches:
     def _pieces(
         self, prompts: Sequence[PlannedText], shared: SharedPrefix | None, decode: TimedDecoder
     ) -> Iterator[TextPiece]:
+        if self.chat_ends is None:
+            yield from self._stream(prompts, self.settings, shared, decode)
+            return
+        settings = self.settings, self.settings.but(eos_token_id=self.chat_ends)
+        for is_chat, own in enumerate(settings):
+            places = [at for at, one in enumerate(prompts) if is_chat != isinstance(one.content, str)]
+            for piece in self._stream([prompts[at] for at in places], own, shared, decode):
+                yield replace(piece, index=places[piece.index])
+
+    def _stream(
+        self,
+        prompts: Sequence[PlannedText],
+        settings: GenerationSettings,
+        shared: SharedPrefix | None,
+        decode: TimedDecoder,
+    ) -> Iterator[TextPiece]:
         if not prompts:
             return iter(())
         ids, samples = [one.tokens for one in prompts], [one.sample for one in prompts]
@@ -314,14 +333,15 @@ class Batches:
         given: dict[str, Any] = {"samples": samples, "decode": decode, "streamer": self.streamer}
         if any(one.inputs for one in prompts):
             given["inputs"] = [one.inputs for one in prompts]
-        return self.model.stream(ids, self.settings, shared, embeddings=rows, **given)
+        return self.model.stream(ids, settings, shared, embeddings=rows, **given)
 
 
+TUNED = ("adapter", "prefix_tuning", "decode", "tokenizer", "dtype")
 BATCH_SIZE = 8
 WORTH_PACKING = 512  # new tokens of all texts, from which on packing weights saves time
 NEW_TOKENS = 64  # maximum number of new tokens, unless an option or `generation_config.json` gives another
 # files whose size and time show whether a model is still the one that an output file was begun with
-MODEL_FILES = ("*.onnx", "*.safetensors", "tokenizer.json")
+MODEL_FILES = ("*.onnx", "*.safetensors", "config.json", "tokenizer.json")
 
 
 @dataclass
@@ -338,7 +358,7 @@ class PromptRun:
     wording: Wording = field(default_factory=Wording)
     batch_size: int = BATCH_SIZE
     count: int = 1  # continuations per prompt
-    # `adapter`, `prefix_tuning`, `decode` and `tokenizer`; a file is only continued with the same
+    # `adapter`, `prefix_tuning`, `decode`, `tokenizer` and `dtype`; a file is only continued with the same
     tuned: Mapping[str, str] = field(default_factory=dict)
     encoded: list[PlannedText] = field(init=False)  # the texts to generate: `count` per prompt
     encode_seconds: float = field(init=False)  # the time that encoding them took
@@ -347,6 +367,7 @@ class PromptRun:
     skipped: int = 0  # number of texts that the file had before
     output: Path | None = None  # the file; None where completions are collected
     talks: bool = False  # print the settings, and the cost of each batch
+    chat_ends: frozenset[int] | None = None  # see `Batches`
 
     def __post_init__(self) -> None:
         require_count(self.count, self.settings)
@@ -396,8 +417,10 @@ class PromptRun:
     def _to_file(self, path: Path, overwrite: bool, on_piece: OnPiece | None, streamer: Any) -> None:
         folder = self.model.folder.resolve()
         files = sorted(path for kind in MODEL_FILES for path in folder.glob(kind))
-        state = {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
-        model = {"model": str(folder), "files": state, "backend": self.model.backend, **self.tuned}
+        files += [path for one in self.tuned.values() if one and Path(one).exists() for path in files_under(Path(one))]
+        state = {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+        tokens = hashlib.sha256(repr([one.tokens for one in self.encoded]).encode()).hexdigest()  # also of the template
+        model = {"model": str(folder), "files": state, "backend": self.model.backend, **self.tuned, "tokens": tokens}
         made_with = {**asdict(self.settings), **asdict(self.wording), "num_return_sequences": self.count, **model}
         added = ["sequence"] * (self.count > 1) + ["cut_tokens"] * (self.wording.src_length is not None)
         texts = [prompt for prompt in self.prompts for _ in range(self.count)]
@@ -409,7 +432,8 @@ class PromptRun:
     def _run(self, take: Callable[[list[Completion]], object], on_piece: OnPiece | None, streamer: Any) -> None:
         together = self.count if self.settings.num_beams > 1 else 1
         shares = bool(self.wording.prompt_prefix)
-        batches = Batches(self.model, self.settings, self.batch_size, shares, together, streamer)
+        given = self.batch_size, shares, together, streamer, self.chat_ends
+        batches = Batches(self.model, self.settings, *given)
         for completions, cost in batches.run(self.encoded, self.skipped, on_piece):
             take(completions)
             if not cost.prompts:
@@ -562,15 +586,19 @@ def prepare(
         running["form"] = "file" if wording.prompt_prefix and batch_size > 1 else "mapped" if is_short else "auto"
     opened = opener(model, cast(RunningOptions, running))()
     chosen = opened.defaults.but(**settings)
-    if all(wording.is_chat(prompt) for prompt in prompts):
-        chosen = chosen.but(eos_token_id=opened.chat_ends)
+    chats = [wording.is_chat(prompt) for prompt in prompts]
+    chat_ends = opened.chat_ends if any(chats) and settings.get("eos_token_id") is None else None
+    if chat_ends is not None and all(chats):
+        chosen, chat_ends = chosen.but(eos_token_id=chat_ends), None
     if chosen.max_new_tokens is None and chosen.max_length is None:
         chosen = chosen.but(max_new_tokens=NEW_TOKENS)
     chosen = chosen.but(stop_strings=tuple(dict.fromkeys((*chosen.stop_strings, *wording.stops))))
     # a path as text, or the kind of an object
-    named = {name: running.get(name) or "" for name in ("adapter", "prefix_tuning", "decode", "tokenizer")}
-    tuned = {name: str(one) if isinstance(one, str | Path) else kind_of(one) for name, one in named.items()}
-    return PromptRun(opened, prompts, chosen, wording, batch_size, num_return_sequences, tuned)
+    named = {name: running.get(name) or "" for name in TUNED}
+    is_named = {name: name == "dtype" or isinstance(one, str | Path) for name, one in named.items()}
+    tuned = {name: str(one) if is_named[name] else kind_of(one) for name, one in named.items()}
+    given = opened, prompts, chosen, wording, batch_size, num_return_sequences, tuned
+    return PromptRun(*given, chat_ends=chat_ends)
 
 
 def _structure(json_schema: Any, regex: str | None) -> Structure | None:

@@ -468,6 +468,7 @@ def merged_weights(folder: Path, adapter: str | Path) -> Mapping[str, LazyTensor
 
 
 CONFIG, WEIGHTS = "config.json", ".safetensors"
+ABOVE = ("config.json", "generation_config.json", "params.json", "tokenizer.json", "tokenizer_config.json")
 # suffixes of the files beside the weights that a model needs to run
 COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 
@@ -550,6 +551,8 @@ def _identity(folder: Path) -> str:
     near = folder if _is_plain(folder) else folder.resolve().parent if folder.is_file() else None
     files = [path for path in sorted(near.iterdir()) if path.suffix in (WEIGHTS, *COPIED)] if near else []
     files += [near / name for name in side_file_names(near) if "/" in name] if near else []  # further chat templates
+    if near != folder:  # formats look for these above a checkpoint, too
+        files += [home / name for home in folder.resolve().parents[:2] for name in ABOVE]
     for path in [*files, *([] if near == folder else files_under(folder))]:
         if path.is_file():
             found = path.stat()

@@ -16,7 +16,7 @@
         "versions": {"llmconv": "0.1.0", "onnxruntime": "1.31.0", …},
         "graphs":   {"decode.onnx": "<sha256>", …},
         "weights":  {"model.safetensors": {"bytes": 123, "header_sha256": "…", "sha256": "…"}, …},
-        "configs":  {"config.json": "<sha256>"}                # of a folder of `llmconv quantize`
+        "configs":  {"config.json": "<sha256>"}                # if it is in the folder
       }
     }
 

@@ -364,7 +364,8 @@ def check_output(
 def _fingerprint(plan: Plan, steps: Sequence[dict[str, Any]], stats: Sequence[Identity]) -> str:
     """A hash of everything that determines the output's bytes."""
     layout = [[(name, t.dtype.name, t.shape) for name, t in shard.tensors.items()] for shard in plan.shards]
-    return hashlib.sha256(json.dumps([list(steps), layout, stats, plan.measured]).encode()).hexdigest()
+    config = plan.small_files.get(CONFIG, b"").decode()  # numbers of heads, say, which may come from outside of `stats`
+    return hashlib.sha256(json.dumps([list(steps), layout, stats, plan.measured, config]).encode()).hexdigest()
 
 
 def _identity(source: Path) -> Identity:

@@ -95,7 +95,8 @@ POSITIONS = "position_ids"
 INPUTS_EMBEDS = "inputs_embeds"
 # input with the index at which new tokens are written, int64 [batch]; named as in `TensorScatter`
 WRITE_INDICES = "write_indices"
-# optional input of the form that the CPU runs, int64 [1]: logits are computed for the new tokens from this one on
+# optional input of the form that the CPU runs, int64 [1]: logits are computed for the new tokens from this one on,
+# -1 for the last
 LOGITS_FROM = "logits_from"
 TOKEN_INPUTS = ("input_ids", INPUTS_EMBEDS, "attention_mask", POSITIONS, WRITE_INDICES)
 DOCUMENT = "see docs/adding-a-family.md"

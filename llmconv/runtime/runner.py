@@ -278,9 +278,21 @@ class RemoteCache(Cache, Protocol):
         """The cache after a change."""
 
 
+@runtime_checkable
+class ExtendedCache(Cache, Protocol):
+    """A cache that the call which continues it extends in place."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a later call has overwritten a part of it."""
+
+    def kept(self) -> Cache:
+        """The same for after a call that continues it."""
+
+
 def is_lost(cache: Cache) -> bool:
     """Whether a cache no longer exists where it was kept, so that its tokens have to run again."""
-    return isinstance(cache, RemoteCache) and cache.is_lost
+    return isinstance(cache, RemoteCache | ExtendedCache) and cache.is_lost
 
 
 def can_be_cut(cache: Cache) -> bool:

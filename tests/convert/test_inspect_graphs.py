@@ -217,11 +217,16 @@ def other_header(path: Path) -> None:
     path.write_bytes(content.replace(b'"format":"pt"', b'"format":"np"'))
 
 
+def other_epsilon(path: Path) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), "rms_norm_eps": 0.1}))
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [
         ("decode.onnx", append),
         ("prefill.onnx", Path.unlink),
+        ("config.json", other_epsilon),
         ("model.safetensors", other_header),
         ("model.safetensors", append),
     ],

@@ -23,7 +23,7 @@ from click.testing import CliRunner, Result
 from llmconv.cli import main
 from llmconv.cli.chat import visible
 from llmconv.errors import InputRefused
-from llmconv.generation import GenerationSettings, TextModel
+from llmconv.generation import GenerationSettings, TextModel, generate
 from llmconv.generation.chat_session import Chat, answer_settings, continued
 from llmconv.runtime.runner import Step
 from tests.builders.chatting import CONTEXT
@@ -287,6 +287,7 @@ def test_a_chat_also_ends_at_the_tokenizers_own_end_token(chatting: Path) -> Non
     base = replace(opened, defaults=opened.defaults.but(eos_token_id=frozenset({0})))
     assert own not in {None, 0, opened.tokenizer.unk_token_id}
     assert base.chat_ends == {0, own} and base.defaults.eos_token_id == {0}  # a text ends as in transformers
+    assert Chat(base)._settings.eos_token_id == {0, own}
 
 
 def test_a_token_that_the_model_does_not_know_is_refused(chatting: Path) -> None:
@@ -296,3 +297,23 @@ def test_a_token_that_the_model_does_not_know_is_refused(chatting: Path) -> None
     for encode in (opened.encode, lambda text: opened.encode_chat([{"role": "user", "content": text}])):
         with pytest.raises(InputRefused, match="`<new599>` of id .* and the model knows .* tokens"):
             encode("a <new599> b")
+
+
+def test_ends_that_a_call_gives_replace_those_of_a_chat(chatting: Path) -> None:
+    model, chat = TextModel.open(chatting), [{"role": "user", "content": "hello"}]
+    [usual] = generate(model, [chat], max_new_tokens=4, do_sample=False).completions
+    [found] = generate(model, [chat], max_new_tokens=4, do_sample=False, eos_token_id=usual.tokens[0]).completions
+    assert (found.tokens, found.finish) == ([], "eos")
+
+
+def test_a_chat_among_texts_ends_as_it_does_alone(chatting: Path) -> None:
+    model, chat = TextModel.open(chatting), [{"role": "user", "content": "hello"}]
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+    [text] = generate(model, "abc", **options).completions
+    model.tokenizer.eos_token = model.tokenizer.convert_ids_to_tokens(text.tokens[0])  # ends chats alone
+    found = generate(model, ["abc", chat, "abc"], **options).completions
+    [alone] = generate(model, [chat], **options).completions
+    assert [one.tokens for one in found] == [text.tokens, alone.tokens, text.tokens]
+    model.tokenizer.eos_token = model.tokenizer.convert_ids_to_tokens(alone.tokens[0])
+    found = generate(model, ["abc", chat], **options).completions
+    assert [(one.tokens, one.finish) for one in found] == [(text.tokens, "length"), ([], "eos")]

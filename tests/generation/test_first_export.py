@@ -14,7 +14,7 @@ import llmconv.cli
 from llmconv.checkpoint import write_small
 from llmconv.convert import to_hf
 from llmconv.export import export
-from llmconv.generation.runners import graphs_in_cache
+from llmconv.generation.runners import _identity, graphs_in_cache
 from tests.builders.chatting import save_chatting
 from tests.builders.torch_states import llama_state
 from tests.conftest import save_tiny
@@ -111,6 +111,18 @@ def test_a_training_checkpoint_is_converted_and_exported_once_into_the_cache(
     old = graphs_in_cache(checkpoint)
     os.utime(checkpoint, (1, 1))
     assert graphs_in_cache(checkpoint) != old and old is not None and not old.exists()
+
+
+@pytest.mark.parametrize("above", [0, 1])
+def test_a_configuration_above_a_checkpoint_belongs_to_it(above: int, tmp_path: Path) -> None:
+    folder = tmp_path / "run/step/weights"
+    folder.mkdir(parents=True)
+    (folder / "__0_0.distcp").write_bytes(b"weights")
+    config, known = folder.parents[above] / "config.json", {_identity(folder)}
+    for content in ("{}", '{"num_attention_heads": 4}'):
+        config.write_text(content)
+        known.add(_identity(folder))
+    assert len(known) == 3
 
 
 def test_a_checkpoint_that_needs_options_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,28 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from llmconv.errors import InputRefused, OutputFailed
+from llmconv.generation import TextModel, generate
 from llmconv.generation.completions import Completion, CompletionFile
 from llmconv.generation.prompts import Prompt
 
 PROMPTS = [Prompt("a"), Prompt("b")]
+
+
+IMAGE = Image.new("RGB", (3, 2))
+
+
+def row(last: float) -> Any:
+    """An array of which numpy shows the first and last numbers alone, and one of which is `last` but two."""
+    rows = np.zeros((2000, 2), np.float32)
+    rows[1000, 0] = last
+    return rows
 
 
 def completion(prompt: str, text: str = "x") -> Completion:
@@ -119,3 +133,57 @@ def test_after_a_full_disk_the_run_can_continue(small_disk: Path) -> None:
         assert file.done == 1
         file.write([completion("b")])
     assert path.read_text().count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"embeddings": row(1)}, {"embeddings": row(2)}),
+        ({"inputs": {"weights": row(1)}}, {"inputs": {"weights": row(2)}}),
+        ({"images": (b"one",)}, {"images": (b"two",)}),
+        ({"images": (IMAGE,)}, {"images": (Image.new("RGB", (3, 2), "red"),)}),
+        ({"images": (IMAGE,)}, {"images": (IMAGE, IMAGE)}),
+    ],
+    ids=["embeddings", "inputs", "bytes", "images", "one more"],
+)
+def test_a_prompt_with_other_content_is_another_prompt(
+    first: dict[str, Any], second: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "out.jsonl"
+    with CompletionFile(path, [Prompt("a", **first)], {}) as file:
+        file.write([completion("a")])
+    with CompletionFile(path, [Prompt("a", **first)], {}) as file:
+        assert file.done == 1
+    with pytest.raises(InputRefused, match="was begun with other prompts"):
+        CompletionFile(path, [Prompt("a", **second)], {})
+
+
+def test_a_changed_image_is_another_prompt(tmp_path: Path) -> None:
+    path, image = tmp_path / "out.jsonl", tmp_path / "image.png"
+    image.write_bytes(b"one")
+    with CompletionFile(path, [Prompt("a", images=(image,))], {}) as file:
+        file.write([completion("a")])
+    image.write_bytes(b"two")
+    with pytest.raises(InputRefused, match="was begun with other prompts"):
+        CompletionFile(path, [Prompt("a", images=(image,))], {})
+    image.unlink()
+    with pytest.raises(InputRefused, match="cannot be read"):
+        CompletionFile(path, [Prompt("a", images=(image,))], {})
+
+
+def test_a_file_is_continued_with_the_same_tokens_and_type_alone(chatting: Path, tmp_path: Path) -> None:
+    model, path, chat = TextModel.open(chatting), tmp_path / "out.jsonl", [{"role": "user", "content": "a"}]
+    options: dict[str, Any] = {"max_new_tokens": 1, "output_file": path}
+    generate(model, [chat], **options)
+    assert generate(model, [chat], **options).kept == 1
+    usual, model.tokenizer.chat_template = model.tokenizer.chat_template, "{{ messages[0].content }}"
+    with pytest.raises(InputRefused, match="was begun with other prompts or options"):
+        generate(model, [chat], **options)
+    model.tokenizer.chat_template = usual
+    for dtype in ("float32", "bfloat16"):
+        options = {"max_new_tokens": 1, "output_file": tmp_path / "torch.jsonl", "backend": "torch", "dtype": dtype}
+        if dtype == "bfloat16":
+            with pytest.raises(InputRefused, match="was begun with other prompts or options"):
+                generate(chatting, "a", **options)
+        else:
+            generate(chatting, "a", **options)

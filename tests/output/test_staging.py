@@ -245,6 +245,12 @@ def test_resume_of_another_input_starts_anew(interrupted: Path, tmp_path: Path) 
     assert write(interrupted, other, resume=True) == write(tmp_path / "reference", other)
 
 
+def test_resume_of_another_configuration_starts_anew(interrupted: Path, tmp_path: Path) -> None:
+    """Which says how rows are ordered, and may lie outside of the sources: a `--config`, or a file next to them."""
+    other = replace(sample(offset=7), config={"model_type": "llama", "num_attention_heads": 8})
+    assert write(interrupted, other, resume=True) == write(tmp_path / "reference", other)
+
+
 def test_without_resume_a_partial_run_is_not_used(interrupted: Path, tmp_path: Path) -> None:
     assert write(interrupted) == write(tmp_path / "reference")
     assert not staged(interrupted).exists()

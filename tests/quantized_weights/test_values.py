@@ -54,6 +54,25 @@ def test_to_hf_writes_the_values(name: str, tmp_path: Path) -> None:
         assert str(rounded[weight].dtype) in {f"torch.{config.get('dtype')}", f"torch.{config.get('torch_dtype')}"}
 
 
+@pytest.mark.parametrize("change", [{"group_size": 64}, {"sym": False}, {"bits": 8}, None], ids=str)
+def test_a_configuration_with_other_settings_of_the_codes_is_refused(
+    change: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    config = json.loads((FOLDER / "gptq_4bit_sym/config.json").read_text())
+    own = config["quantization_config"]
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps({**config, "quantization_config": change and own | change}))
+    for quant in (None, "dequantize"):
+        with pytest.raises(UsageProblem, match="another `quantization_config`"):
+            to_hf(FOLDER / "gptq_4bit_sym", tmp_path / "out", config=[other], quant=quant)
+    assert not (tmp_path / "out").exists()
+    whole = FOLDER / "gptq_4bit_sym/config.json"
+    to_hf(FOLDER / "gptq_4bit_sym", tmp_path / "kept", config=[whole])
+    to_hf(FOLDER / "gptq_4bit_sym", tmp_path / "plain", config=[whole], quant="dequantize")
+    kept, plain = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("kept", "plain"))
+    assert kept["quantization_config"] == own and "quantization_config" not in plain
+
+
 @pytest.mark.parametrize("name", BASES)
 def test_to_hf_shards_codes_anew_without_a_change(name: str, tmp_path: Path) -> None:
     to_hf(FOLDER / name, tmp_path / "out", max_shard_size="20KB")

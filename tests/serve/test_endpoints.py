@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from llmconv.serve.app import make_app
 from llmconv.serve.metrics import Metrics
 from llmconv.serve.scheduler import Scheduler
 from llmconv.serve.served_model import ConversationPool, ServedModel
-from llmconv.serve.server import with_adapters
+from llmconv.serve.server import ServerSettings, serve, with_adapters
 from tests.builders.lora_inputs import save_lora
 from tests.serve.test_app import HELLO, ask
 
@@ -188,3 +189,11 @@ def test_adapters_keep_no_cache_of_each_other(adapted: tuple[TestClient, list[Pa
 def test_an_adapter_has_another_name_than_the_model(model: TextModel) -> None:
     with pytest.raises(UsageProblem, match="has the name of the model"):
         with_adapters(ServedModel(model, "tiny"), {"tiny": "path"}, [ConversationPool(1)], {})
+
+
+def test_an_event_loop_that_runs_is_refused_before_the_port_is_opened(model: TextModel) -> None:
+    async def in_a_notebook() -> None:
+        serve(model, ServerSettings(port=1))
+
+    with pytest.raises(UsageProblem, match="an event loop runs in this thread"):
+        asyncio.run(in_a_notebook())

@@ -11,7 +11,16 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from llmconv.runtime.extra_inputs import CONVOLUTION, PAST, RECURRENT, SEQUENCE, ExtraInput, ModelCall, layer_of
+from llmconv.runtime.extra_inputs import (
+    CONVOLUTION,
+    PAST,
+    RECURRENT,
+    SEQUENCE,
+    ExtraInput,
+    ModelCall,
+    is_state,
+    layer_of,
+)
 from llmconv.tensors import Array
 
 # transformers' `layer_types` with a state of fixed size
@@ -53,6 +62,10 @@ class EagerCache:
     @property
     def has_recurrent_state(self) -> bool:
         return any(name.startswith("present_recurrent") for name in self._tensors())
+
+    @property
+    def has_states(self) -> bool:
+        return any(map(is_state, self._tensors()))
 
     def arrays(self) -> dict[str, Array]:
         """See `Cache.arrays`; bfloat16 is converted to float32."""

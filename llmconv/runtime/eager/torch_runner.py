@@ -19,23 +19,45 @@ from llmconv.files.paths import kind_of
 from llmconv.runtime.eager.cache import EagerCache, to_numpy
 from llmconv.runtime.eager.limit_margins import LimitMargins
 from llmconv.runtime.eager.runner import EagerRunner
-from llmconv.runtime.extra_inputs import AXES, DEEPSTACK_FEATURES, ExtraInput, ExtraValues, ModelCall
+from llmconv.runtime.extra_inputs import AXES, DEEPSTACK_FEATURES, ExtraInput, ExtraValues, ModelCall, is_state
 from llmconv.runtime.images.families import image_family
 from llmconv.runtime.images.family import Features, Given
 from llmconv.runtime.library_patches import reset_dynamic_rope
-from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Step, default_positions
+from llmconv.runtime.runner import ArrayCache, Cache, Extras, PlacedEmbeddings, Step, default_positions, is_lost
 from llmconv.tensors import FLOATS, Array, LazyTensor
 
 
 @dataclass(frozen=True)
 class TorchCache:
-    """A DynamicCache, extended in place: only the latest step's can be continued; `length` counts padding, too."""
+    """The first `length` tokens, padding included, of a DynamicCache, which the step that continues them extends.
+
+    `reached` is one list for all steps of that cache, with the number of tokens that it has now. Keys and values of
+    earlier steps stay in it, and are continued in a copy; states are those of the latest step alone.
+    """
 
     cache: Any
     length: int
+    reached: list[int]
+
+    @property
+    def is_latest(self) -> bool:
+        """Whether no later step has extended the cache."""
+        return self.reached == [self.length]
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the states after these tokens no longer exist, see `runner.is_lost`."""
+        return not self.is_latest and self._named.has_states
+
+    def kept(self) -> Cache:
+        """These tokens for after a step that extends the cache: a copy if there are states."""
+        if not self._named.has_states:
+            return self
+        return ArrayCache({name: array.copy() for name, array in self.arrays().items()}, self.length)
 
     def arrays(self) -> Mapping[str, Array]:
-        return self._named.arrays()
+        whole = self._named.arrays()
+        return {name: one if is_state(name) else one[:, :, : self.length] for name, one in whole.items()}
 
     @property
     def has_recurrent_state(self) -> bool:
@@ -90,20 +112,24 @@ class TorchRunner(EagerRunner):
     ) -> Step:
         if past is None:
             reset_dynamic_rope(self.model)
-        cache = past.cache if isinstance(past, TorchCache) else self.cache_of(past)
+        if past and is_lost(past):
+            problem = "a later call has continued the states of this cache"
+            raise UsageProblem(problem, hint="continue the cache of the latest call, or run the tokens again")
         values = ExtraValues(self.extra_inputs, extras or {})
         new, done = call.input_ids.shape[1], past.length if past else 0
+        if not (isinstance(past, TorchCache) and past.is_latest):
+            past = TorchCache(self.cache_of(past), done, [done])
         width = new
-        if past and new > 1 and not self._continues:  # a recurrent state is continued by one token at a time only
-            named = past if isinstance(past, TorchCache) else TorchCache(self.cache_of(past), past.length)
-            width = 1 if named.has_recurrent_state else new
+        if done and new > 1 and not self._continues:  # a recurrent state is continued by one token at a time only
+            width = 1 if past.has_recurrent_state else new
+        past.reached[0] = done + new  # also if it fails on the way
         for start in range(0, new, width):
             at = slice(start, start + width)
             seen = call.attention_mask[:, : done + min(at.stop, new)]
             piece = ModelCall(call.input_ids[:, at], seen, call.position_ids[:, at])
             own = placed.columns(start, start + width) if placed else None
-            logits = self._forward(piece, cache, values.of(piece, call, start), own)
-        return Step(to_numpy(logits[:, -1:]), TorchCache(cache, done + new))
+            logits = self._forward(piece, past.cache, values.of(piece, call, start), own)
+        return Step(to_numpy(logits[:, -1:]), TorchCache(past.cache, done + new, past.reached))
 
 
 class GivenModel(TorchRunner):

@@ -395,7 +395,7 @@ class OrtGraph:
         feeds = {name: as_input(array, self._dtypes[name]) for name, array in given.items() if name in self.inputs}
         feeds |= self._factors
         if self.takes_start and last_only:
-            feeds[LOGITS_FROM] = as_input(np.array([given["input_ids"].shape[1] - 1]))
+            feeds[LOGITS_FROM] = as_input(np.array([-1]))
         feeds |= zip(self.past_names, self._past_values(past, len(next(iter(given.values())))), strict=False)
         outputs = self._session.run_with_ort_values([*self.result_names, *self.present_names], feeds)
         results = [as_array(value) for value in outputs[: len(self.result_names)]]

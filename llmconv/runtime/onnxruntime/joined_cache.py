@@ -17,7 +17,15 @@ import numpy as np
 
 from llmconv.runtime.extra_inputs import is_state
 from llmconv.runtime.onnxruntime.shared_buffers import ROUNDING, BufferCache, CacheBuffers
-from llmconv.runtime.runner import TOKEN_AXIS, ArrayCache, Cache, RemoteCache, can_be_cut, rows_of
+from llmconv.runtime.runner import (
+    TOKEN_AXIS,
+    ArrayCache,
+    Cache,
+    ExtendedCache,
+    RemoteCache,
+    can_be_cut,
+    rows_of,
+)
 from llmconv.tensors import Array
 
 
@@ -77,6 +85,7 @@ class CopiedCache(JoinedCache):
         super().__init__()
         self._cache: Cache = ArrayCache({}, 0)
         self._before: Cache = self._cache
+        self._kept: Cache = self._cache
 
     def add(self, cache: Cache) -> None:
         arrays, width = cache.arrays(), max(self.columns, cache.length)
@@ -104,11 +113,12 @@ class CopiedCache(JoinedCache):
         return ArrayCache(_narrowed(arrays, length), length)
 
     def past(self) -> Cache:
+        self._kept = self._cache.kept() if isinstance(self._cache, ExtendedCache) else self._cache
         return self._cache
 
     def grew(self, present: Cache) -> None:
         super().grew(present)
-        self._cache, self._before = present, self._cache
+        self._cache, self._before = present, self._kept
 
     def before(self, at: int) -> Cache:
         return rows_of(self._before, [at])

@@ -354,7 +354,7 @@ class BufferedSession:
         if self.sizes.indexed:
             feeds[WRITE_INDICES] = buffers.filled - buffers.starts
         if self._takes_start:  # in every call, since the memory of inputs keeps their values
-            feeds[LOGITS_FROM] = np.array([new - 1 if call.last_only else 0])
+            feeds[LOGITS_FROM] = np.array([-1 if call.last_only else 0])
         bound = buffers.bound(self._session, self._past, self._results, self._present, self._factors)
         for name, array in feeds.items():
             if name in self._shapes or name == LOGITS_FROM:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,43 @@ def test_tokens_of_models_with_states_are_those_of_the_file(tmp_path: Path, fami
         pieces = [piece for batch in (prompts, prompts[:1], prompts[1:2]) for piece in model.stream(batch, settings)]
         found[form] = [(piece.index, piece.token) for piece in pieces if piece.token is not None]
     assert found["file"] == found["auto"]
+
+
+def multiplied_flat(head: onnx.NodeProto, flat: onnx.NodeProto) -> list[onnx.NodeProto]:
+    return [flat, onnx.helper.make_node("MatMul", [flat.output[0], "turned"], head.output)]
+
+
+def of_the_last_token(head: onnx.NodeProto, flat: onnx.NodeProto) -> list[onnx.NodeProto]:
+    last = onnx.helper.make_node("Slice", [flat.input[0], "last", "end", "axis"], ["last_hidden"])
+    return [last, onnx.helper.make_node("MatMul", ["last_hidden", "turned"], ["logits"])]
+
+
+@pytest.mark.parametrize("head_of", [multiplied_flat, of_the_last_token])
+def test_heads_of_other_exporters_give_the_last_logits(
+    talking: Path, tmp_path: Path, head_of: Callable[[onnx.NodeProto, onnx.NodeProto], list[onnx.NodeProto]]
+) -> None:
+    folder = Path(shutil.copytree(talking, tmp_path / "model"))
+    graph = graph_of(folder / "prefill.onnx")
+    makers = {name: node for node in graph.graph.node for name in node.output}
+    head = makers[makers["logits"].input[0]]
+    assert head.op_type == "Gemm"
+    flat = makers[head.input[0]]
+    made = [onnx.helper.make_node("Transpose", [head.input[1]], ["turned"], perm=[1, 0]), *head_of(head, flat)]
+    old = [head, flat, *([makers["logits"]] if "logits" in made[-1].output else [])]
+    kept = [node for node in graph.graph.node if node not in old]
+    ends = [makers["logits"]] if makers["logits"] in kept else []
+    refill(graph.graph.node, [*(node for node in kept if node not in ends), *made, *ends])
+    for name, number in (("last", -1), ("end", 1 << 62), ("axis", 1)):
+        graph.graph.initializer.append(onnx.numpy_helper.from_array(np.array([number], np.int64), name))
+    (folder / "prefill.onnx").write_bytes(graph.SerializeToString())
+    ids = np.array([[20, 30, 40, 50, 60]])
+    mask, logits = np.ones_like(ids), []
+    for path, form in ((talking, "file"), (folder, "file"), (folder, "auto")):
+        files = [path / "prefill.onnx"]
+        runner = OrtRunner.from_files(files[0], None, in_form(SessionSettings(), form, files))
+        step = runner.prefill(ids, mask, default_positions(mask, 5), last_only=True)
+        logits.append(step.logits[:, -1:])
+    np.testing.assert_allclose(logits[1:], logits[:1] * 2, atol=1e-5)
 
 
 def attentions(model: onnx.ModelProto) -> list[onnx.NodeProto]:
