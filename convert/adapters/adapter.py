@@ -108,6 +108,7 @@ class Tuner:
     conv1d: bool = False  # PEFT supports weights that are stored in×out
     # the bias of a module is updated like its weight, as a matrix out×1, if `fit` returns out
     scales_output: bool = False
+    former: Mapping[str, str] = field(default_factory=dict)  # other parts that it had, and the PEFT that merges those
     of_weight: bool = False  # the update depends on the weight, so that of two adapters on one weight is not a sum
 
 
