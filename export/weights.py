@@ -436,12 +436,12 @@ def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dic
     if left:
         refuse_second_names(left, own.keys() - {*left}, "the model")
         listed = ", ".join(f"`{name}`" for name in left[:5])
-        heads = all(name.startswith(VALUE_HEADS) for name in left)
-        drop = "`llmconv to-hf MODEL --drop -o OUT` writes the language model without its value head"
-        raise InputRefused(
-            f"{len(left)} unexpected keys: {listed}",
-            hint=drop if heads else "`config.json` describes another model, or another number of layers",
-        )
+        hint = "`config.json` describes another model, or another number of layers"
+        if all(name.startswith(VALUE_HEADS) for name in left):
+            hint = "`llmconv to-hf MODEL --drop -o OUT` writes the language model without its value head"
+        elif all("_quantizer." in name for name in left):
+            hint = "they are state of ModelOpt's quantizers, which its export should have left out; export it again"
+        raise InputRefused(f"{len(left)} unexpected keys: {listed}", hint=hint)
     return matches
 
 

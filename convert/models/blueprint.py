@@ -33,7 +33,7 @@ from llmconv.convert.models.transformers_source import (
     source,
     transformers_folder,
 )
-from llmconv.errors import MalformedInput, listing
+from llmconv.errors import MalformedInput, listing, short
 from llmconv.tensors import FLOATS, LazyTensor
 
 Shape = tuple[int, ...] | None  # none where only running the model's arithmetic would tell
@@ -442,7 +442,7 @@ def check_layers(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], s
             layers.setdefault(int(number[1][:DIGITS]), set()).add(name[number.end() :])
     if wanted is not None and (type(wanted) is not int or wanted != len(layers) or max(layers, default=-1) >= wanted):
         raise MalformedInput(
-            f"`{source}` has {len(layers)} layers, its configuration says {str(wanted)[:40]}",
+            f"`{source}` has {len(layers)} layers, its configuration says {short(wanted)}",
             hint="the configuration is of another model, or the checkpoint is partial",
         )
     return layers
@@ -483,7 +483,7 @@ def check_sizes(config: Mapping[str, Any], source: str) -> None:
         name: config[name] if isinstance(config[name], list) else [config[name]] for name in SIZES if name in config
     }
     odd = [name for name, ones in sizes.items() if not all(type(one) is int and one > 0 for one in ones)]
-    if odd := [f"{name} {str(config[name])[:40]}" for name in odd]:
+    if odd := [f"{name} {short(config[name])}" for name in odd]:
         raise MalformedInput(
             f"the configuration of `{source}` has sizes that are not positive numbers: {listing(odd)}",
             hint="give the model's own `config.json` with `--config`",

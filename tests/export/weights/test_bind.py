@@ -41,6 +41,21 @@ def test_an_unexpected_key_is_reported(llama: Path) -> None:
         export(llama)
 
 
+def test_state_of_modelopts_quantizers_is_named_as_such(llama: Path) -> None:
+    odd = "model.layers.0.mlp.up_proj.weight_quantizer._double_scale"
+    change(llama, lambda tensors: tensors.update({odd: tensors["model.norm.weight"].clone()}))
+    with pytest.raises(InputRefused, match="unexpected keys") as refused:
+        export(llama)
+    assert "ModelOpt" in refused.value.hint
+
+
+def test_a_value_head_beside_the_model_is_named(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """LLaMA-Factory's reward models."""
+    (llama / "value_head.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
+    export(llama, dry_run=True)
+    assert "`value_head.safetensors` is left out: a language model has no value head" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("differs", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_head_of_its_own_where_the_config_ties_it_is_refused_if_it_differs(llama: Path, differs: bool) -> None:
