@@ -318,3 +318,11 @@ def _require_finite(name: str, tensor: LazyTensor) -> None:
                 f"the adapter's `{name}` contains values that are not finite",
                 hint="the training diverged; take an earlier checkpoint of the adapter",
             )
+
+
+def grouped_convolution(module: str, a: tuple[int, ...], b: tuple[int, ...]) -> UnsupportedInput:
+    """The error for factors of these shapes on a convolution whose channels are in groups."""
+    return UnsupportedInput(
+        f"`{module}` is a convolution with groups: A has shape {list(a)}, B {list(b)}",
+        hint="its update has no groups, so no merged weight equals it; serve the adapter",
+    )

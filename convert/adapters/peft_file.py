@@ -36,11 +36,11 @@ from llmconv.convert.adapters.adapter import (
     Tuner,
     WholeTensors,
     check,
+    grouped_convolution,
     pair_tokens,
     place_once,
 )
 from llmconv.convert.adapters.lora_config import AdapterFields, BlockDiagonal, LoraConfig, parse_config, task_of
-from llmconv.convert.adapters.tensor_names import grouped_convolution
 from llmconv.convert.algebra import reshaped
 from llmconv.errors import LISTED, InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, word
 from llmconv.files.paths import refuse_git_lfs

@@ -26,10 +26,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from llmconv.checkpoint import is_conv1d
-from llmconv.convert.adapters.adapter import Adapter, Pair
+from llmconv.convert.adapters.adapter import Adapter, Pair, grouped_convolution
 from llmconv.convert.adapters.lora_config import LoraConfig
 from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products, add_products_to_rows, round_into
-from llmconv.convert.adapters.tensor_names import AS_STORED, Naming, grouped_convolution, match_names
+from llmconv.convert.adapters.tensor_names import AS_STORED, Naming, match_names
 from llmconv.convert.algebra import slice_columns, slice_rows
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import Array, DType, LazyTensor, lists_by_key

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 
 from llmconv.convert.adapters.adapter import parts_from_saved
-from llmconv.errors import MalformedInput, UnsupportedInput, nearest
+from llmconv.errors import MalformedInput, nearest
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 LISTED = 3  # number of unmatched names that an error lists
@@ -145,11 +145,3 @@ class Naming:
 
 
 AS_STORED = Naming()
-
-
-def grouped_convolution(module: str, a: tuple[int, ...], b: tuple[int, ...]) -> UnsupportedInput:
-    """The error for factors of these shapes on a convolution whose channels are in groups."""
-    return UnsupportedInput(
-        f"`{module}` is a convolution with groups: A has shape {list(a)}, B {list(b)}",
-        hint="its update has no groups, so no merged weight equals it; serve the adapter",
-    )
