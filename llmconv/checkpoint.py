@@ -209,11 +209,13 @@ def refuse_wrapped(names: Iterable[str], folder: Path) -> None:
     """MalformedInput, listing them, for tensors of a trainer's wrappers in a folder that transformers would load."""
     names = [*names]
     if found := [name for name in names if WRAPPED.search(name)]:
-        drop = " --drop" if any(VALUE_HEAD.fullmatch(name) for name in names) else ""
+        heads = any(VALUE_HEAD.fullmatch(name) for name in names)
         raise MalformedInput(
             f"`{folder.name}` contains {len(found)} tensors under the names of a trainer's wrappers, which no model "
             f"has: {listing(found)}",
-            hint=f"write it without them: `llmconv to-hf {word(folder)}{drop} -o OUT`",
+            hint=f"write it without them: `llmconv to-hf {word(folder)} --drop -o OUT`"
+            if heads
+            else f"write it without them: `llmconv to-hf {word(folder)} -o OUT`",
         )
 
 
