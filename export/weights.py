@@ -22,7 +22,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from llmconv.causal_lm import mtp_tensors
 from llmconv.checkpoint import refuse_second_names
-from llmconv.convert.models.blueprint import other_rows
+from llmconv.convert.models.blueprint import NOT_GATHERED, is_ungathered, other_rows
 from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, replace_uses, scalar, static_shape
@@ -543,6 +543,8 @@ def require_shape(name: str, shape: tuple[int, ...], source: WeightSource) -> No
 
 
 def _shape_hint(name: str, wanted: tuple[int, ...], found: tuple[int, ...]) -> str:
+    if is_ungathered(found, wanted):
+        return NOT_GATHERED
     if name.endswith((*EMBEDDINGS, *HEADS)) and len(found) == len(wanted) == 2 and found[1] == wanted[1]:
         return other_rows(found[0], wanted[0])
     return "the weights and the config are of different models"

@@ -369,7 +369,7 @@ MLLAMA_ROWS = 8  # of the embedding after the vocabulary (`MllamaTextModel`)
 
 
 def _shape_hint(name: str, found: Sequence[int], wanted: Sequence[int]) -> str:
-    if 0 in found:
+    if is_ungathered(found, wanted):
         return NOT_GATHERED
     if name.endswith(EMBEDDINGS) and len(found) == 2 and [found[0] + MLLAMA_ROWS, found[1]] == [*wanted]:
         return (
@@ -379,6 +379,11 @@ def _shape_hint(name: str, found: Sequence[int], wanted: Sequence[int]) -> str:
     if name.endswith((*EMBEDDINGS, *HEADS)) and len(found) == len(wanted) == 2 and found[1] == wanted[1]:
         return other_rows(found[0], wanted[0])
     return ANOTHER
+
+
+def is_ungathered(found: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether a shape is that of nothing, or of a part of FSDP's flat parameter, in the place of a matrix."""
+    return 0 in found or len(found) == 1 < len(wanted)
 
 
 def other_rows(found: int, wanted: int) -> str:
