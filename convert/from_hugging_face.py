@@ -224,7 +224,7 @@ def open_model(path: Path) -> Checkpoint:
     left = (
         [f"{len(heads)} tensors of the MTP head are left out: training formats have no names for them"] if heads else []
     )
-    warnings = [*left, *check_complete(tensors, config, path.name)]
+    warnings = [*checkpoint.warnings, *left, *check_complete(tensors, config, path.name)]
     config = settle_head(tensors, config, warnings)
     return replace(checkpoint, tensors=tensors, config=config, warnings=tuple(warnings))
 

@@ -30,7 +30,16 @@ from llmconv.convert.models.completeness import check_complete, check_folder, wh
 from llmconv.convert.models.config_file import CODE_FIELDS, OPTION, merged_configs, own_fields, trusted_code, updated
 from llmconv.convert.models.transformers_source import auto_classes, causal_lm_classes, model_names
 from llmconv.convert.state_dicts.files import are_of_ranks, weight_files
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing, word
+from llmconv.errors import (
+    InputRefused,
+    LlmconvError,
+    MalformedInput,
+    UnsupportedInput,
+    UsageProblem,
+    listing,
+    short,
+    word,
+)
 from llmconv.files.packing import unpacked
 from llmconv.files.pickle_machine import Stub
 from llmconv.files.source_file import open_source
@@ -174,7 +183,7 @@ def open_again(
         opened, settings, notes = _as_classifier(opened, settings, name)
     own = own_fields(opened.config, {**given, **options}, name)
     code = [field for field in CODE_FIELDS if settings.pop(field, None)]
-    warnings = [DROPPED_CODE.format(listing(code))] if code and not own else []
+    warnings = [*stored.warnings, *([DROPPED_CODE.format(listing(code))] if code and not own else [])]
     if options.get("drop"):
         opened = _without_others(opened, settings, name)
     settings |= {AUTO_MAP: own[AUTO_MAP]} if own else {}
@@ -421,7 +430,7 @@ def _explain_file(path: Path) -> LlmconvError:
             return problem
         if isinstance(content, Stub):
             return UnsupportedInput(
-                f"`{path.name}` is a whole object (`{str(content.function)[:80]}`), pickled with its class",
+                f"`{path.name}` is a whole object (`{short(content.function, 80)}`), pickled with its class",
                 hint="load it where its code is, and save its `state_dict()`",
             )
         if isinstance(content, dict) and ("ds_version" in content or path.name.endswith("_optim_states.pt")):

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmconv.checkpoint import Checkpoint, is_model_folder, read_json
+from llmconv.checkpoint import LEFT_OUT, VALUE_HEAD, Checkpoint, is_model_folder, read_json
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.peft_file import (
     CONFIG,
@@ -25,7 +25,16 @@ from llmconv.convert.adapters.peft_file import (
     weights_of,
 )
 from llmconv.convert.algebra import equal
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, listing, word
+from llmconv.errors import (
+    InputRefused,
+    LlmconvError,
+    MalformedInput,
+    UnsupportedInput,
+    UsageProblem,
+    listing,
+    short,
+    word,
+)
 from llmconv.files.sources import local_path, reading_safely
 from llmconv.not_a_model_folder import SUFFIXES_OF_TORCH, litgpt_prompts, training_file_kind
 from llmconv.tensors import cast
@@ -41,8 +50,6 @@ OWN = re.compile(r"(?:adapter_model|README)\..*")  # PEFT's file in its two form
 # The weights of a model in whose folder an adapter lies
 WHOLE_MODEL = re.compile(r"(?:pytorch_)?model(?:-\d+-of-\d+)?\.(?:safetensors|bin)")
 PLAIN = ("safetensors", "torch")  # formats of any file of tensors
-VALUE_HEAD = re.compile(r"(?:value|v)_head\..*")
-"""What reinforcement learning trains on top of a language model, which has no place for it; a file or its tensors."""
 
 
 def open_adapters(
@@ -138,7 +145,7 @@ def _require_same_rope(folder: Path, base: Checkpoint) -> None:
 
 
 def _settings(rope: Mapping[str, Any]) -> str:
-    return ", ".join(f"`{name}` {str(value)[:40]}" for name, value in rope.items())
+    return ", ".join(f"`{name}` {short(value)}" for name, value in rope.items())
 
 
 def _with_all_weights(adapter: Adapter) -> Adapter:
@@ -163,7 +170,7 @@ def _with_all_weights(adapter: Adapter) -> Adapter:
         )
     if not heads:
         return adapter
-    note = f"{listing(heads)} is left out: a language model has no value head"
+    note = LEFT_OUT.format(listing(heads))
     return replace(adapter, config=replace(adapter.config, warnings=(*adapter.config.warnings, note)))
 
 

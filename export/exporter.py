@@ -109,6 +109,7 @@ def _opened(model: str | Path, *, in_parts: bool) -> Iterator[tuple[Checkpoint, 
             yield checkpoint, file
         return
     checkpoint = open_checkpoint(local_path(model, in_parts=in_parts))
+    warn_all(checkpoint.warnings)
     if (checkpoint.path / ADAPTER_CONFIG).is_file():
         warn(f"`{model}` also contains an adapter; the graphs are those of the weights without it")
     yield checkpoint, checkpoint.path if is_remote(model) else Path(model)

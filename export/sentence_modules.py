@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from llmconv.checkpoint import SINGLE, own_file, parse_object, read_json, read_small
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, short
 from llmconv.files.safetensors_file import FileTensor, read_header
 
 MODULES = "modules.json"
@@ -149,7 +149,7 @@ def _pooling(config: Mapping[str, Any]) -> tuple[str, ...]:
         given = [mode for field, mode in OLD_FIELDS.items() if config.get(field)] or "mean"
     modes = tuple(given) if isinstance(given, list) else (given,)
     if odd := [mode for mode in modes if mode not in POOLING_MODES]:
-        _unsupported(f"the pooling mode {str(odd[0])[:80]!r}")
+        _unsupported(f"the pooling mode {short(odd[0], 80)!r}")
     _require_default(config, "include_prompt", True)
     return modes
 
@@ -194,7 +194,7 @@ def _is_count(value: object) -> bool:
 
 def _require_default(config: Mapping[str, Any], field: str, usual: object) -> None:
     if (found := config.get(field, usual)) not in (usual, None):
-        _unsupported(f"`{field}` = {str(found)[:80]}")
+        _unsupported(f"`{field}` = {short(found, 80)}")
 
 
 def _unsupported(what: str) -> NoReturn:

@@ -22,7 +22,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 
 from llmconv.causal_lm import mtp_tensors
 from llmconv.checkpoint import refuse_second_names
-from llmconv.convert.models.blueprint import other_rows
+from llmconv.convert.models.blueprint import NOT_GATHERED, is_ungathered, other_rows
 from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, replace_uses, scalar, static_shape
@@ -436,12 +436,12 @@ def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dic
     if left:
         refuse_second_names(left, own.keys() - {*left}, "the model")
         listed = ", ".join(f"`{name}`" for name in left[:5])
-        heads = all(name.startswith(VALUE_HEADS) for name in left)
-        drop = "`llmconv to-hf MODEL --drop -o OUT` writes the language model without its value head"
-        raise InputRefused(
-            f"{len(left)} unexpected keys: {listed}",
-            hint=drop if heads else "`config.json` describes another model, or another number of layers",
-        )
+        hint = "`config.json` describes another model, or another number of layers"
+        if all(name.startswith(VALUE_HEADS) for name in left):
+            hint = "`llmconv to-hf MODEL --drop -o OUT` writes the language model without its value head"
+        elif all("_quantizer." in name for name in left):
+            hint = "they are state of ModelOpt's quantizers, which its export should have left out; export it again"
+        raise InputRefused(f"{len(left)} unexpected keys: {listed}", hint=hint)
     return matches
 
 
@@ -543,6 +543,8 @@ def require_shape(name: str, shape: tuple[int, ...], source: WeightSource) -> No
 
 
 def _shape_hint(name: str, wanted: tuple[int, ...], found: tuple[int, ...]) -> str:
+    if is_ungathered(found, wanted):
+        return NOT_GATHERED
     if name.endswith((*EMBEDDINGS, *HEADS)) and len(found) == len(wanted) == 2 and found[1] == wanted[1]:
         return other_rows(found[0], wanted[0])
     return "the weights and the config are of different models"

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from llmconv.errors import MalformedInput, UnsupportedInput, listing, word
+from llmconv.errors import MalformedInput, UnsupportedInput, listing, short, word
 from llmconv.files.paths import refuse_git_lfs
 from llmconv.files.safetensors_file import RANGES, FileTensor, read_header
 from llmconv.files.source_file import fill, open_data
@@ -198,19 +198,30 @@ def _ends(name: str) -> list[str]:
 
 
 WRAPPED = re.compile(
-    r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module|_forward_module|_orig_module)\."
+    r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module|_forward_module|_orig_module"
+    r"|pretrained_model)\."
 )
-"""What torch.compile, FSDP (also torch_xla's), activation checkpointing and Fabric put around modules; in no model."""
+"""What torch.compile, FSDP (also torch_xla's), activation checkpointing, Fabric and TRL (with a value head beside it)
+put around modules; in no model."""
 
 
 def refuse_wrapped(names: Iterable[str], folder: Path) -> None:
     """MalformedInput, listing them, for tensors of a trainer's wrappers in a folder that transformers would load."""
+    names = [*names]
     if found := [name for name in names if WRAPPED.search(name)]:
+        heads = any(VALUE_HEAD.fullmatch(name) for name in names)
         raise MalformedInput(
             f"`{folder.name}` contains {len(found)} tensors under the names of a trainer's wrappers, which no model "
             f"has: {listing(found)}",
-            hint=f"write it without them: `llmconv to-hf {word(folder)} -o OUT`",
+            hint=f"write it without them: `llmconv to-hf {word(folder)} --drop -o OUT`"
+            if heads
+            else f"write it without them: `llmconv to-hf {word(folder)} -o OUT`",
         )
+
+
+VALUE_HEAD = re.compile(r"(?:value|v)_head\..*")
+"""Names of TRL's value head, and of the files that LLaMA-Factory puts it in, next to a reward model's or an adapter."""
+LEFT_OUT = "{} is left out: a language model has no value head"
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -230,8 +241,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
     files = {name: found.name for name, found in paths.items() if found}
     version = config.get("transformers_version")
     version = f"transformers {version}" if isinstance(version, str) else ""
+    heads = [file.name for file in sorted(path.glob("*_head.*")) if VALUE_HEAD.fullmatch(file.name)]
     return Checkpoint(
-        path, "hf", tensors, config, read_side_files(path), version=version, shards=len({*files.values()}), files=files
+        path,
+        "hf",
+        tensors,
+        config,
+        read_side_files(path),
+        version=version,
+        shards=len({*files.values()}),
+        files=files,
+        warnings=(LEFT_OUT.format(listing(heads)),) if heads else (),
     )
 
 
@@ -335,7 +355,7 @@ def indexed_shards(folder: Path, index: str, is_shard_name: Callable[[str], bool
     shards: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or Path(shard).name != shard or not is_shard_name(shard):
-            problem = f"`{index}` has the invalid shard name {str(shard)[:80]!r}"
+            problem = f"`{index}` has the invalid shard name {short(shard, 80)!r}"
             raise MalformedInput(problem, hint="shards are plain file names next to the index")
         shards.setdefault(shard, set()).add(name)
     if missing := [name for name in sorted(shards) if not (folder / name).is_file()]:
@@ -498,7 +518,7 @@ def require_bounds(config: Any, name: str) -> None:
         rules = ((LABELS, MOST_LABELS), (LAYERS, MOST_LAYERS), (SIZES, LARGEST_SIZE))
         most = next((most for names, most in rules if names.fullmatch(key)), inf)
         if value > most:
-            problem = f"`{name}` has `{key}` {str(value)[:40]}, more than any model has ({most:,})"
+            problem = f"`{name}` has `{key}` {short(value)}, more than any model has ({most:,})"
             raise MalformedInput(problem, hint="correct it, or copy the model's own `config.json` into the folder")
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from llmconv.argument_checks import checked, require_least
 from llmconv.causal_lm import context_length, language_config
 from llmconv.checkpoint import is_model_folder, read_json
-from llmconv.errors import InputRefused, MalformedInput, OutputFailed, UsageProblem, word
+from llmconv.errors import InputRefused, MalformedInput, OutputFailed, UsageProblem, short, word
 from llmconv.files.paths import Written
 from llmconv.files.safe_folder import replace_file, require_parents
 from llmconv.files.sources import local_path
@@ -269,7 +269,7 @@ def _tokenizer_options(config: Mapping[str, Any]) -> Mapping[str, Any]:
     names = [name for name in ("processor_kwargs", "tokenizer_args") if config.get(name)]
     given = config[names[0]] if names else {}
     if not isinstance(given, dict) or not given.keys() <= {*PLAIN}:
-        problem = f"`{names[0]}` in `{LENGTH_FILE}` is not supported: {str(given)[:80]}"
+        problem = f"`{names[0]}` in `{LENGTH_FILE}` is not supported: {short(given, 80)}"
         raise InputRefused(problem, hint="take it out, and save the tokenizer as it has to be")
     return given
 
@@ -278,7 +278,7 @@ def _chat_variables(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """`TextRules.in_chat` of a `sentence_bert_config.json`; raises InputRefused for what would change the tokens."""
     given = config.get("processing_kwargs") or {}
     if not isinstance(given, dict) or any(options for name, options in given.items() if name != "chat_template"):
-        problem = f"`processing_kwargs` in `{LENGTH_FILE}` is not supported: {str(given)[:80]}"
+        problem = f"`processing_kwargs` in `{LENGTH_FILE}` is not supported: {short(given, 80)}"
         raise InputRefused(problem, hint="take it out; `max_seq_length` limits the tokens of a text")
     kinds, variables = config.get("modality_config"), given.get("chat_template") or {}
     return variables if isinstance(kinds, dict) and "message" in kinds and isinstance(variables, dict) else None

@@ -101,6 +101,12 @@ def usage_line(text: str) -> str:
     return line[:1].lower() + line[1:]
 
 
+def short(value: object, most: int = 40) -> str:
+    """A value of a file in a message, with `…` where it is cut."""
+    text = str(value)
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def word(path: object) -> str:
     """A path as one word of a command that a hint shows, in quotes where a shell would divide it."""
     return shlex.quote(str(path))

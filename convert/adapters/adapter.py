@@ -108,6 +108,7 @@ class Tuner:
     conv1d: bool = False  # PEFT supports weights that are stored in×out
     # the bias of a module is updated like its weight, as a matrix out×1, if `fit` returns out
     scales_output: bool = False
+    former: Mapping[str, str] = field(default_factory=dict)  # other parts that it had, and the PEFT that merges those
     of_weight: bool = False  # the update depends on the weight, so that of two adapters on one weight is not a sum
 
 
@@ -317,3 +318,11 @@ def _require_finite(name: str, tensor: LazyTensor) -> None:
                 f"the adapter's `{name}` contains values that are not finite",
                 hint="the training diverged; take an earlier checkpoint of the adapter",
             )
+
+
+def grouped_convolution(module: str, a: tuple[int, ...], b: tuple[int, ...]) -> UnsupportedInput:
+    """The error for factors of these shapes on a convolution whose channels are in groups."""
+    return UnsupportedInput(
+        f"`{module}` is a convolution with groups: A has shape {list(a)}, B {list(b)}",
+        hint="its update has no groups, so no merged weight equals it; serve the adapter",
+    )

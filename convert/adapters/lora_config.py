@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmconv.convert.fields import Fields
-from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, short
 from llmconv.timed_patterns import SPECIAL, MatchTime, PatternProblem, compiled, finds
 
 FORMULA = "its update is not W + s·B·A; merge it with PEFT's `merge_and_unload` and `save_pretrained`"
@@ -203,7 +203,7 @@ def _layouts(known: AdapterFields, *, default: bool) -> dict[str, bool]:
         stated = {"": whole}
     if odd := next((one for one in stated.values() if not isinstance(one, str) or one not in B_LAYOUTS), None):
         raise UnsupportedInput(
-            f"the adapter has the unknown `lora_B_layout` {str(odd)[:40]!r}",
+            f"the adapter has the unknown `lora_B_layout` {short(odd)!r}",
             hint="merge it with Unsloth's `save_pretrained_merged`",
         )
     return {"": default} | {name: B_LAYOUTS[one] for name, one in stated.items()}

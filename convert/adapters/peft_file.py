@@ -36,6 +36,7 @@ from llmconv.convert.adapters.adapter import (
     Tuner,
     WholeTensors,
     check,
+    grouped_convolution,
     pair_tokens,
     place_once,
 )
@@ -159,10 +160,7 @@ def _pair(module: str, parts: dict[str, LazyTensor], config: LoraConfig) -> Pair
             hint="the adapter is of another kind; merge it with PEFT's `merge_and_unload`",
         )
     if len(a.shape) > 2 and a.shape[0] % b.shape[1] == 0 and a.shape[0] > b.shape[1]:
-        raise UnsupportedInput(
-            f"`{module}` is a convolution with groups: A has shape {list(a.shape)}, B {list(b.shape)}",
-            hint="its update has no groups, so no merged weight equals it; serve the adapter",
-        )
+        raise grouped_convolution(module, a.shape, b.shape)
     if a.shape[0] != b.shape[1]:
         raise MalformedInput(
             f"A of `{module}` has rank {a.shape[0]}, B has rank {b.shape[1]}", hint="copy the adapter again"
@@ -450,6 +448,11 @@ def _sort_entries(
     wholes = WholeTensors()
     for name, tensor in tensors.items():
         plain = plain_name(name)
+        if version := tuner.former.get(plain.rpartition(".")[2]):
+            raise UnsupportedInput(
+                f"`{file}` contains `{name}`, of an {tuner.peft_type} that newer releases of PEFT do not compute",
+                hint=f"merge it with {version} (`merge_and_unload`), or train it again",
+            )
         if match := common.fullmatch(plain):
             place, key = shared, match["part"]
         elif match := part.fullmatch(plain):

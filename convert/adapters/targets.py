@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from llmconv.checkpoint import is_conv1d
-from llmconv.convert.adapters.adapter import Adapter, Pair
+from llmconv.convert.adapters.adapter import Adapter, Pair, grouped_convolution
 from llmconv.convert.adapters.lora_config import LoraConfig
 from llmconv.convert.adapters.low_rank_sum import LoraProduct, add_products, add_products_to_rows, round_into
 from llmconv.convert.adapters.tensor_names import AS_STORED, Naming, match_names
@@ -293,6 +293,8 @@ class AdapterTargets:
         weight, own = self.tensors[name], (pair.b.shape[0], pair.a.shape[1])
         if pair.kernel:
             inputs = own[1] // prod(pair.kernel)
+            if weight.shape[0] == own[0] and weight.shape[1] in range(1, inputs) and weight.shape[2:] == pair.kernel:
+                raise grouped_convolution(module, (pair.rank, inputs, *pair.kernel), pair.b.shape)
             if weight.shape != (own[0], inputs, *pair.kernel):
                 raise other_base(self.adapter.name, name, weight.shape, (own[0], inputs, *pair.kernel))
             return False

@@ -404,7 +404,8 @@ HRA = Tuner("HRA", ("hra_u",), ("r", "apply_GS"), _hra_fit, _hra_delta, require=
 
 # OFT: W·Rᵀ with R block-diagonal and orthogonal (arXiv 2306.07280, 2506.19847; PEFT `tuners/oft/layer.py`).
 # Each block is the Cayley transform of a skew matrix Q, stored as its upper triangle: (I - Q)(I + Q)⁻¹, or with
-# `use_cayley_neumann` I + 2Q + 2Q² + … + Qⁿ⁻¹. `coft` first shortens Q to eps/√blocks. An embedding is W·R.
+# `use_cayley_neumann` I + 2Q + 2Q² + … + Qⁿ⁻¹ (2Qⁿ⁻¹ before PEFT 0.18, which stated no
+# version). `coft` first shortens Q to eps/√blocks. An embedding is W·R.
 
 
 MOST_TERMS = 1000  # limit of the length of the series, which has converged long before
@@ -471,12 +472,13 @@ def rotations(learned: ModuleTensors) -> Array:
     if settings.flag("use_cayley_neumann", default=True):
         # the series with n terms: I + 2Q + … + 2Qⁿ⁻² + Qⁿ⁻¹; with three, PEFT computes I + 2Q + 2Q² + Q³
         terms = int(settings.number("num_cayley_neumann_terms", default=5))
-        last = max(terms, 4) - 1 if terms > 2 else terms - 1
+        before = not settings.word("peft_version")
+        last = max(terms, 4) - 1 if terms > 2 and not before else terms - 1
         power: Array = np.broadcast_to(np.eye(size), skew.shape)
         total = power
         for number in range(1, last + 1):
             power = power @ skew
-            total = total + (power if number == last > 2 else 2 * power)
+            total = total + (power if number == last > 2 and not before else 2 * power)
         return total
     return cayley(skew)
 
@@ -498,6 +500,7 @@ OFT = Tuner(
     _oft_fit,
     _oft_delta,
     require=_oft_require,
+    former=dict.fromkeys(("oft_r", "oft_s"), "PEFT 0.13, or 0.15 if its config has `oft_block_size`"),
     of_weight=True,
 )
 

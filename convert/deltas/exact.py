@@ -41,7 +41,7 @@ from llmconv.checkpoint import Checkpoint, read_json, read_side_files, sentence_
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.models.config_file import without_code
 from llmconv.convert.models.head_and_dtype import HEAD, find_embedding
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing, short
 from llmconv.files.safetensors_file import NAME_LIMIT, RANK_LIMIT, FileTensor
 from llmconv.files.source_file import ChecksummedRange, combine, crc32, open_source, read_into
 from llmconv.model_code import code_of
@@ -238,7 +238,7 @@ def open_exact(folder: Path) -> ExactDelta:
     content = read_json(folder / DELTA_FILE)
     if content.get("delta") != "exact" or content.get("version") != VERSION:
         raise UnsupportedInput(
-            f"`{folder.name}` is a delta of version {str(content.get('version'))[:20]!r}, this llmconv reads {VERSION}",
+            f"`{folder.name}` is a delta of version {short(content.get('version'))!r}, this llmconv reads {VERSION}",
             hint="apply it with a later llmconv",
         )
     files, stored = content.get("files"), dict[str, DeltaTensor]()
@@ -253,7 +253,7 @@ def open_exact(folder: Path) -> ExactDelta:
         stored |= more
     if len(stored) != content.get("tensors"):
         raise MalformedInput(
-            f"`{folder.name}` contains {len(stored)} tensors, expected {str(content.get('tensors'))[:20]}",
+            f"`{folder.name}` contains {len(stored)} tensors, expected {short(content.get('tensors'), 20)}",
             hint="files of different deltas are mixed; copy the delta again",
         )
     if not (folder / "config.json").is_file():
@@ -520,7 +520,7 @@ def _source(path: Path, name: str, base: Any, dtype: DType, shape: tuple[int, ..
 def _kind(path: Path, name: str, entry: Mapping[str, Any]) -> tuple[DType, tuple[int, ...]]:
     dtype, shape = entry.get("dtype"), entry.get("shape")
     if not isinstance(dtype, str) or dtype not in BY_NAME:
-        _refuse(path, f"stores `{name[:NAME_LIMIT]}` as unknown dtype {str(dtype)[:40]!r}")
+        _refuse(path, f"stores `{name[:NAME_LIMIT]}` as unknown dtype {short(dtype)!r}")
     if not isinstance(shape, list) or len(shape) > RANK_LIMIT or not all(map(_natural, shape)) or prod(shape) > 1 << 62:
         _refuse(path, f"gives `{name[:NAME_LIMIT]}` an impossible shape")
     return BY_NAME[dtype], tuple(shape)

@@ -20,7 +20,7 @@ from llmconv.convert.adapters.other_tools import ForeignPair, as_adapter, pair_u
 from llmconv.convert.fields import Fields
 from llmconv.convert.formats import AdapterFormat
 from llmconv.convert.models.transformers_source import EMBEDDINGS
-from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listing
+from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listing, short
 from llmconv.files.safetensors_file import read_header
 from llmconv.tensors import LazyTensor
 
@@ -68,14 +68,14 @@ def open_mlx_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -
     if kind == "full":
         if (model := base.config.get("model_type")) not in SAME_WEIGHTS:
             raise UnsupportedInput(
-                f"`{folder.name}` holds whole weights (`fine_tune_type` full) of a {str(model)[:40]}, which mlx-lm may "
+                f"`{folder.name}` holds whole weights (`fine_tune_type` full) of a {short(model)}, which mlx-lm may "
                 "store differently from the base",
                 hint="fuse it with `mlx_lm.fuse`",
             )
         return as_adapter([weights], folder / CONFIG, {"lora_alpha": 1}, {}, others=tensors)
     if kind not in ("lora", "dora"):
         raise UnsupportedInput(
-            f"`{folder.name}` has the unsupported `fine_tune_type` {str(kind)[:40]!r}",
+            f"`{folder.name}` has the unsupported `fine_tune_type` {short(kind)!r}",
             hint="lora, dora and full are supported",
         )
     if (model := base.config.get("model_type")) in MULTIPLIED:

@@ -37,7 +37,7 @@ from llmconv.convert.formats import Format
 from llmconv.convert.models.completeness import as_loaded, is_buffer
 from llmconv.convert.models.config_file import causal_lm_config, read_config_file
 from llmconv.convert.state_dicts.files import tracked
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing, short
 from llmconv.files.pickle_reader import TensorRef
 from llmconv.files.torch_reader import open_torch_file
 from llmconv.tensors import Array, LazyTensor, rounded
@@ -169,7 +169,7 @@ class _Arguments(Fields):
 
     def refused(self, name: str, why: str) -> UnsupportedInput:
         return UnsupportedInput(
-            f"`{name}` of `{self.source}` is {str(self.values.get(name))[:60]!r}: {why}",
+            f"`{name}` of `{self.source}` is {short(self.values.get(name), 60)!r}: {why}",
             hint="use the model with GPT-NeoX itself, which has the code for it",
         )
 

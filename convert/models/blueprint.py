@@ -33,7 +33,7 @@ from llmconv.convert.models.transformers_source import (
     source,
     transformers_folder,
 )
-from llmconv.errors import MalformedInput, listing
+from llmconv.errors import MalformedInput, listing, short
 from llmconv.tensors import FLOATS, LazyTensor
 
 Shape = tuple[int, ...] | None  # none where only running the model's arithmetic would tell
@@ -369,7 +369,7 @@ MLLAMA_ROWS = 8  # of the embedding after the vocabulary (`MllamaTextModel`)
 
 
 def _shape_hint(name: str, found: Sequence[int], wanted: Sequence[int]) -> str:
-    if 0 in found:
+    if is_ungathered(found, wanted):
         return NOT_GATHERED
     if name.endswith(EMBEDDINGS) and len(found) == 2 and [found[0] + MLLAMA_ROWS, found[1]] == [*wanted]:
         return (
@@ -379,6 +379,11 @@ def _shape_hint(name: str, found: Sequence[int], wanted: Sequence[int]) -> str:
     if name.endswith((*EMBEDDINGS, *HEADS)) and len(found) == len(wanted) == 2 and found[1] == wanted[1]:
         return other_rows(found[0], wanted[0])
     return ANOTHER
+
+
+def is_ungathered(found: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether a shape is that of nothing, or of a part of FSDP's flat parameter, in the place of a matrix."""
+    return 0 in found or len(found) == 1 < len(wanted)
 
 
 def other_rows(found: int, wanted: int) -> str:
@@ -442,7 +447,7 @@ def check_layers(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], s
             layers.setdefault(int(number[1][:DIGITS]), set()).add(name[number.end() :])
     if wanted is not None and (type(wanted) is not int or wanted != len(layers) or max(layers, default=-1) >= wanted):
         raise MalformedInput(
-            f"`{source}` has {len(layers)} layers, its configuration says {str(wanted)[:40]}",
+            f"`{source}` has {len(layers)} layers, its configuration says {short(wanted)}",
             hint="the configuration is of another model, or the checkpoint is partial",
         )
     return layers
@@ -483,7 +488,7 @@ def check_sizes(config: Mapping[str, Any], source: str) -> None:
         name: config[name] if isinstance(config[name], list) else [config[name]] for name in SIZES if name in config
     }
     odd = [name for name, ones in sizes.items() if not all(type(one) is int and one > 0 for one in ones)]
-    if odd := [f"{name} {str(config[name])[:40]}" for name in odd]:
+    if odd := [f"{name} {short(config[name])}" for name in odd]:
         raise MalformedInput(
             f"the configuration of `{source}` has sizes that are not positive numbers: {listing(odd)}",
             hint="give the model's own `config.json` with `--config`",

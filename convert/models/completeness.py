@@ -138,7 +138,8 @@ def _checked_folder(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]
         if not isinstance(asked, str) and not config.get(AUTO_MAP):
             return _refuse_differences(asked, tensors, config, source, keeps_others=True)
     try:
-        return [*_checked(tensors, config, source), *_without_vision(tensors, config, source)]
+        notes = [*_checked(tensors, config, source), *_without_vision(tensors, config, source)]
+        return notes if (own := _with_vision(tensors, config, source)) is None else own
     except MalformedInput as why:
         if UNMERGED_SAYS in why.message or isinstance(why, TwoCopies):
             raise
@@ -175,6 +176,18 @@ def _without_vision(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]
         f"`{source}` has no tensors of images, and its `architectures` names {named}, in which transformers fills them "
         "at random: a language model alone has the fields of `text_config` as its `config.json`"
     ]
+
+
+def _with_vision(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> list[str] | None:
+    """The notes on a model with images by its own class, where its type has one of language alone; else None.
+
+    The latter finds its tensors under the names of either; raises MalformedInput for those that the former does not.
+    """
+    named, kind = architecture(config), str(config.get("model_type"))
+    if named in ("", causal_lm_classes().get(kind)) or config.get(AUTO_MAP) or not any(map(VISION.search, tensors)):
+        return None
+    found = _loaded(tensors, config, source, named)
+    return None if isinstance(found, str) else _refuse_differences(found, tensors, config, source, keeps_others=True)
 
 
 def _passed_over(names: Sequence[str]) -> list[str]:

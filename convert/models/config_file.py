@@ -12,7 +12,7 @@ import yaml
 from llmconv.causal_lm import architecture, is_encoder
 from llmconv.checkpoint import own_file, read_json, require_shallow
 from llmconv.convert.models.transformers_source import auto_classes, causal_lm_classes
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing, short
 from llmconv.model_code import AUTO_MAP, REPOSITORY, auto_map, holds, model_class
 
 MPT_TYPES = ("mpt", "mosaic_gpt")
@@ -56,7 +56,7 @@ def own_fields(stored: Mapping[str, Any], given: Mapping[str, Any], source: str)
     kind, other = fields.get("model_type"), declared.get("model_type")
     if other is not None and kind != other:
         raise MalformedInput(
-            f"the code in `{code.given}` is that of a `{str(other)[:60]}`, and `{source}` is a `{str(kind)[:60]}`",
+            f"the code in `{code.given}` is that of a `{short(other, 60)}`, and `{source}` is a `{short(kind, 60)}`",
             hint="give the folder of the model that was trained, or its configuration with `--config`",
         )
     found = declared if auto_map(declared) else fields
@@ -175,8 +175,10 @@ def updated(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
     """The stored fields with the user's, whose `rope_theta` and `rope_scaling` count against `rope_parameters` too.
 
     The first two are transformers 4's. Of a file with both, transformers 5 takes the base in `rope_parameters`, or with
-    a `rope_scaling` the base of the class, so a user's field would have no effect, or take another one away.
+    a `rope_scaling` the base of the class, so a user's field would have no effect, or take another one away. Fields of
+    a part's configuration replace those alone, and `vocab_size` counts where the language model's is.
     """
+    given = _in_parts(stored, given)
     rope, config = stored.get("rope_parameters"), {**stored, **given}
     old = given.keys() & {"rope_theta", "rope_scaling"}
     if not old or "rope_parameters" in given or not isinstance(rope, Mapping):
@@ -190,6 +192,24 @@ def updated(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
     base |= {"rope_theta": given["rope_theta"]} if given.get("rope_theta") is not None else {}
     config["rope_parameters"] = {"rope_type": kind or "default", **scaling, **base}
     return {name: value for name, value in config.items() if name not in old}
+
+
+LANGUAGE = ("text_config", "llm_config", "language_config")
+"""Where the configuration of a model with images has that of its language model."""
+
+
+def _in_parts(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's fields, with the stored ones beside those of a part; a part with its `model_type` is a whole one."""
+    parts = {name: one for name, one in stored.items() if name.endswith("_config") and isinstance(one, Mapping)}
+    fields, language = dict(given), next((name for name in LANGUAGE if name in parts), None)
+    if language and language not in given and "vocab_size" in given:
+        fields[language] = {"vocab_size": given["vocab_size"]}
+        if "vocab_size" not in stored:
+            del fields["vocab_size"]
+    for name in parts.keys() & fields.keys():
+        if isinstance(own := fields[name], Mapping) and "model_type" not in own:
+            fields[name] = {**parts[name], **own}
+    return fields
 
 
 def causal_lm_config(

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.errors import MalformedInput, UnsupportedInput, short
 from llmconv.files.paths import GIT_LFS, refuse_git_lfs
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.files.source_file import FileProblem, naming, open_source
@@ -129,7 +129,7 @@ def read_gguf(path: Path) -> GGUFFile:
         alignment = metadata.get("general.alignment", ALIGNMENT)
         if type(alignment) is not int or not 8 <= alignment <= ALIGNMENT_LIMIT or alignment & (alignment - 1):
             raise FileProblem(
-                f"has the alignment {str(alignment)[:20]}, expected a power of two up to {ALIGNMENT_LIMIT}"
+                f"has the alignment {short(alignment, 20)}, expected a power of two up to {ALIGNMENT_LIMIT}"
             )
         start = -(-header.position // alignment) * alignment
         return GGUFFile(metadata, _placed(path, infos, start, alignment, size), places)

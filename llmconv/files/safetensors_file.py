@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.errors import MalformedInput
+from llmconv.errors import MalformedInput, short
 from llmconv.files.paths import GIT_LFS, refuse_git_lfs
 from llmconv.files.source_file import ChecksummedRange, FileProblem, naming, open_source, read_into
 from llmconv.tensors import BY_CODE, Array, DType, LazyTensor, Piece
@@ -142,7 +142,7 @@ def _span(name: str, field: Any) -> tuple[int, int]:
     if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
         raise FileProblem(f"has fields other than dtype, shape and data_offsets for tensor `{name}`")
     if not isinstance(field["dtype"], str) or field["dtype"] not in BY_CODE:
-        problem = f"has the unknown dtype `{str(field['dtype'])[:40]}` for tensor `{name}`"
+        problem = f"has the unknown dtype `{short(field['dtype'])}` for tensor `{name}`"
         empty = field == {
             "dtype": "",
             "shape": [],

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
 
 from llmconv.argument_checks import OWN, checked, fitted, require_least
 from llmconv.checkpoint import read_json
-from llmconv.errors import InputRefused, UsageProblem
+from llmconv.errors import InputRefused, UsageProblem, short
 from llmconv.files.paths import Written, kind_of
 from llmconv.files.sources import files_under
 from llmconv.generation.completions import TOO_LONG, Completion, CompletionFile, Generation, GenerationCost, Meter
@@ -614,7 +614,7 @@ def _structure(json_schema: Any, regex: str | None) -> Structure | None:
         return Structure.of_regex(regex, "--regex")
     if isinstance(json_schema, str | Path):
         if not Path(json_schema).is_file():
-            problem = f"the JSON Schema `{str(json_schema)[:200]}` does not exist"
+            problem = f"the JSON Schema `{short(json_schema, 200)}` does not exist"
             raise UsageProblem(problem, hint="give a path; in Python also the schema itself, as a dict")
         json_schema = read_json(Path(json_schema))
     return Structure.of_schema(json_schema, "--json-schema")

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Self
 import numpy as np
 
 from llmconv.checkpoint import transposed
-from llmconv.errors import MalformedInput
+from llmconv.errors import MalformedInput, short
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
 
@@ -328,7 +328,7 @@ def group_size(config: Mapping[str, Any], *names: str) -> int | None:
     size = config[name]
     if type(size) is not int or (size < 1 and size != WHOLE_ROW):
         hint = "it is a positive number such as 128, or -1 for one group per row; repair the `config.json`"
-        raise MalformedInput(f"the model's `{name}` is {str(size)[:80]}", hint=hint)
+        raise MalformedInput(f"the model's `{name}` is {short(size, 80)}", hint=hint)
     return size
 
 
@@ -341,7 +341,7 @@ def require_count(name: str, columns: int, count: int, size: int | None) -> None
         return
     wanted = 1 if size == WHOLE_ROW else -(-columns // size)
     if count != wanted:
-        groups = "one group" if size == WHOLE_ROW else f"groups of {str(size)[:20]}"
+        groups = "one group" if size == WHOLE_ROW else f"groups of {short(size, 20)}"
         refuse(name, f"has scales of {count} groups, and {columns} columns in {groups} need {wanted}")
 
 
@@ -564,6 +564,6 @@ def block_size(given: Any) -> tuple[int, int] | None:
     if given is None:
         return None
     if not isinstance(given, list | tuple) or len(given) != 2 or not all(type(n) is int and n > 0 for n in given):
-        problem = f"the model's `weight_block_size` is {str(given)[:80]}"
+        problem = f"the model's `weight_block_size` is {short(given, 80)}"
         raise MalformedInput(problem, hint="it is a pair of numbers such as [128, 128]; repair the `config.json`")
     return given[0], given[1]

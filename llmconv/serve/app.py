@@ -34,7 +34,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingR
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llmconv.errors import LlmconvError, UsageProblem
+from llmconv.errors import LlmconvError, UsageProblem, short
 from llmconv.serve.embeddings import EmbeddingReply, EmbeddingRequest, ServedEmbedder, embedding_request
 from llmconv.serve.fields import ApiError, as_api_error
 from llmconv.serve.metrics import FORMAT, Metrics, RequestRecord
@@ -260,7 +260,7 @@ class Endpoints:
             if name in (one.name, f"{base.name}:{one.name}" if one is not base else None):
                 return one
         known = ", ".join(f"`{one.name}`" for one in (base, *self.adapters))
-        problem = f"the model `{str(name)[:80]}` does not exist; this server has {known}"
+        problem = f"the model `{short(name, 80)}` does not exist; this server has {known}"
         raise ApiError(problem, status=404, parameter="model", code="model_not_found")
 
     def _model(self, served: ServedModel | ServedEmbedder) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from llmconv.checkpoint import StrictJsonError, parse_strictly
+from llmconv.errors import short
 from llmconv.generation.structured import Structure
 from llmconv.generation.token_rules import MOST, TokenRules
 from llmconv.serve.answer_forms import ToolUse, calls_of, structure_of, template_fields, tool_answer, tools_of
@@ -102,7 +103,7 @@ def parse_json(body: bytes) -> Any:
     except StrictJsonError as slip:
         raise ApiError(f"in the body: {slip}", code="invalid_json") from None
     except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is not valid JSON: {str(error)[:200]}", code="invalid_json") from None
+        raise ApiError(f"the body is not valid JSON: {short(error, 200)}", code="invalid_json") from None
 
 
 def chat_request(content: Any) -> CompletionRequest:

@@ -22,7 +22,7 @@ import torch
 
 from llmconv.causal_lm import context_length
 from llmconv.checkpoint import Checkpoint, open_checkpoint
-from llmconv.errors import InputRefused, UnsupportedInput
+from llmconv.errors import InputRefused, UnsupportedInput, short
 from llmconv.export.families import extra_inputs_of
 from llmconv.files.safetensors_file import encode_header
 from llmconv.files.sources import is_remote, local_path
@@ -99,7 +99,7 @@ def activation_rounding(settings: Mapping[str, Any]) -> Rounding | None:
     is_known = one.get("num_bits") == 8 and one.get("type") in LARGEST and one.get("dynamic") is True
     if len(found) > 1 or not is_known or one.get("strategy") not in {"token", "group"}:
         raise UnsupportedInput(
-            f"activations are rounded in a way that is not computed here: {str(one)[:120]}",
+            f"activations are rounded in a way that is not computed here: {short(one, 120)}",
             hint="`verify FOLDER --reference MODEL` compares its codes and scales",
         )
     size = int(one.get("group_size") or 0) if one["strategy"] == "group" else 0

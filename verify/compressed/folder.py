@@ -37,7 +37,7 @@ from llmconv.compressed.schemes import (
 )
 from llmconv.compressed.selection import LAYER, is_matrix, one_by_one, peak_of
 from llmconv.convert.models.head_and_dtype import check_dtype, with_cast
-from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem
+from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem, short
 from llmconv.export.quantization.quantized_tensor import multiplied
 from llmconv.output.manifest import read_manifest
 from llmconv.quantized_weights.packed_weight import peaks_of
@@ -140,12 +140,12 @@ class CompressedFolder:
         found, wanted = self.stored.stored.config, self.reference.config
         for field in sorted({*found, *wanted} - {*FREE}):
             if json.dumps(found.get(field), sort_keys=True) != json.dumps(wanted.get(field), sort_keys=True):
-                yield f"`{field}` is {str(found.get(field))[:60]}, in the model {str(wanted.get(field))[:60]}"
+                yield f"`{field}` is {short(found.get(field), 60)}, in the model {short(wanted.get(field), 60)}"
         stated = {str(one.get(name)) for one in (wanted,) for name in DTYPES if name in one}
         dtypes = {self.reference[name].dtype.name for name in self.stored.weights if name in self.reference}
         for name in DTYPES:
             if name in found and str(found[name]).removeprefix("torch.") not in {*stated, *dtypes}:
-                yield f"`{name}` is {str(found[name])[:60]}, which is not the dtype of the model"
+                yield f"`{name}` is {short(found[name], 60)}, which is not the dtype of the model"
         yield from self._settings(found[FIELD])
 
     def _settings(self, settings: Mapping[str, Any]) -> Iterator[str]:

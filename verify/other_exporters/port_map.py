@@ -18,7 +18,7 @@ import onnx
 
 from llmconv.argument_checks import checked
 from llmconv.checkpoint import read_json
-from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, short
 
 PARTS = ("key", "value")
 AXES = "bhtd"  # batch, heads, tokens, head size: the order of axes in comparisons
@@ -153,7 +153,7 @@ def _fit(
 
 def _listed(names: Sequence[Any]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(f"`{str(name)[:60]}`" for name in names[:SHOWN]) + more
+    return ", ".join(f"`{short(name, 60)}`" for name in names[:SHOWN]) + more
 
 
 LLMCONV = PortMap(name="llmconv", title="llmconv", producers=("llmconv",))

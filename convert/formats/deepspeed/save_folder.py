@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from llmconv.convert.algebra import concat, reshaped, slice_rows
 from llmconv.convert.state_dicts.files import tracked
-from llmconv.errors import MalformedInput, UnsupportedInput, listing
+from llmconv.errors import MalformedInput, UnsupportedInput, listing, short
 from llmconv.files.pickle_machine import Stub
 from llmconv.files.pickle_reader import TensorRef
 from llmconv.files.torch_reader import open_torch_file
@@ -171,7 +171,7 @@ class ModelStates:
                 isinstance(shape, tuple) and len(shape) <= RANK_LIMIT and all(type(n) is int and n >= 0 for n in shape)
             )
             if not isinstance(name, str) or not is_shape or prod(filter(None, shape)) >= NUMEL_LIMIT:
-                refuse(self.path, f"has an invalid shape for `{str(name)[:80]}` in `{field}`")
+                refuse(self.path, f"has an invalid shape for `{short(name, 80)}` in `{field}`")
         return dict(value)
 
 

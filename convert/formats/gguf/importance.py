@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from llmconv.errors import InputRefused, listing
+from llmconv.errors import InputRefused, listing, short
 from llmconv.files.gguf_file import NAME_LIMIT, TENSOR_LIMIT, is_gguf, read_gguf
 from llmconv.files.source_file import FileProblem, naming, open_source
 from llmconv.tensors import Array
@@ -87,7 +87,7 @@ def _expected(path: Path, name: str, count: int, shapes: Mapping[str, tuple[int,
 def _of_gguf(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Array], dict[str, Any]]:
     file = read_gguf(path)
     if (kind := file.metadata.get("general.type")) != "imatrix":
-        raise FileProblem(f"is not an importance matrix (`general.type` is {str(kind)[:40]})")
+        raise FileProblem(f"is not an importance matrix (`general.type` is {short(kind)})")
     found = {}
     for name in [one.removesuffix(SUMS) for one in file.tensors if one.endswith(SUMS)]:
         sums, counts = file.tensors[name + SUMS], file.tensors.get(name + COUNTS)

@@ -49,7 +49,7 @@ from llmconv.convert.formats.gguf.names import (
 )
 from llmconv.convert.formats.gguf.tokenizer import sampling_keys, tokenizer_keys
 from llmconv.convert.models.model_config import rope_settings
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem, first_line, listing
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem, first_line, listing, short
 from llmconv.files.copying import cores
 from llmconv.files.gguf_file import ALIGNMENT, ARRAY, BLOCKS, MAGIC, NUMBERS, PLAIN, TEXT
 from llmconv.output.plan import Plan, Shard
@@ -414,7 +414,7 @@ def _require_same(
         name for name in own if name in known and not IGNORED.search(name) and not _alike(own[name], other.get(name))
     ]
     if odd:
-        shown = ", ".join(f"`{name}` {str(own[name])[:60]}" for name in odd[:3])
+        shown = ", ".join(f"`{name}` {short(own[name], 60)}" for name in odd[:3])
         raise UnsupportedInput(
             f"`{source}` has settings that a GGUF file of `{architecture}` does not state: {shown}",
             hint="llama.cpp has no such model, or another architecture for it; use its own converter",

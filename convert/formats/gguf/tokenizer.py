@@ -37,7 +37,7 @@ from llmconv.convert.tokenizers import (
     tokenizer_json,
     tokens_of_other_files,
 )
-from llmconv.errors import MalformedInput, UnsupportedInput, first_line, listing
+from llmconv.errors import MalformedInput, UnsupportedInput, first_line, listing, short
 
 CONTROL, USER_DEFINED, UNUSED, BYTE = 3, 4, 5, 6
 PADDING = re.compile(r"\[PAD\d+\]")
@@ -106,7 +106,7 @@ def _id(metadata: Mapping[str, Any], key: str, source: str) -> int | None:
     if number is None or not isinstance(tokens, list):
         return None
     if type(number) is not int or not 0 <= number < len(tokens):
-        raise MalformedInput(f"`{source}` has no token {str(number)[:20]} (`{key}_token_id`)", hint=GIVE)
+        raise MalformedInput(f"`{source}` has no token {short(number, 20)} (`{key}_token_id`)", hint=GIVE)
     return number
 
 
@@ -131,7 +131,7 @@ def tokenizer_files(metadata: Mapping[str, Any], source: str, warnings: list[str
             raise UnsupportedInput(f"`{source}` divides text into words in an unknown way (`{pre}`)", hint=GIVE)
         content, begins = _byte_level(metadata, tokens, types, words, source), words.bos
     else:
-        raise UnsupportedInput(f"`{source}` has a tokenizer of the unsupported kind `{str(kind)[:40]}`", hint=GIVE)
+        raise UnsupportedInput(f"`{source}` has a tokenizer of the unsupported kind `{short(kind)}`", hint=GIVE)
     ids = {name: _id(metadata, key, source) for name, key in SPECIAL.items()}
     bos = ids["bos_token"]
     begins = _flag(metadata, "add_bos_token", default=begins) and bos is not None

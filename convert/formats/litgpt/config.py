@@ -15,7 +15,7 @@ from typing import Any
 
 from llmconv.convert.fields import Fields
 from llmconv.convert.models.config_file import read_config_file
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, short
 
 LLAMA_3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_seq_len")
 COMPARED = (
@@ -122,7 +122,7 @@ def _rope_scaling(lit: LitConfig, source: str) -> dict[str, Any] | None:
     is_llama_3 = set(adjust) == set(LLAMA_3) and all(map(_is_number, numbers.values()))
     is_linear = set(adjust) == {"factor"} and _is_number(adjust["factor"])
     if lit.rope_condense_ratio != 1 or not (is_llama_3 or is_linear):
-        raise refused(source, lit, f"a model with `rope_adjustments` {str(adjust)[:80]}")
+        raise refused(source, lit, f"a model with `rope_adjustments` {short(adjust, 80)}")
     if not is_llama_3:
         return {"rope_type": "linear", "factor": float(adjust["factor"])}
     positions = {"original_max_position_embeddings": adjust["original_max_seq_len"]}
@@ -163,7 +163,7 @@ def reconcile(stored: Mapping[str, Any], computed: dict[str, Any], source: str, 
     if different:
         name = different[0]
         raise MalformedInput(
-            f"`config.json` next to `{source}` declares `{name}` {str(flat.get(name))[:40]}, but `model_config.yaml` "
+            f"`config.json` next to `{source}` declares `{name}` {short(flat.get(name))}, but `model_config.yaml` "
             f"{computed.get(name)}",
             hint="one of the two belongs to another model; remove the wrong one",
         )
@@ -425,7 +425,7 @@ def family_of(lit: LitConfig, source: str) -> str:
         "capped logits": found != "gemma2" and (lit.final_logit_softcapping or lit.attention_logit_softcapping),
         "its own attention scale": found not in ("gemma2", "gemma3_text")
         and lit.attention_scores_scalar not in (None, lit.head_size),
-        f"the GELU `{str(lit.gelu_approximate)[:40]}`": lit.gelu_approximate not in GELU,
+        f"the GELU `{short(lit.gelu_approximate)}`": lit.gelu_approximate not in GELU,
     }
     if option := next((option for option, is_set in options.items() if is_set), None):
         raise refused(source, lit, f"a model with {option}")

@@ -20,7 +20,7 @@ from typing import Any
 from llmconv.convert.algebra import HEAD_LIMIT
 from llmconv.convert.fields import Fields
 from llmconv.convert.models.model_config import ALIASES
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing, short
 
 CAPACITY = "moe_expert_capacity_factor"
 
@@ -34,7 +34,7 @@ class Arguments(Fields):
 
     def unsupported(self, name: str) -> UnsupportedInput:
         return UnsupportedInput(
-            f"`{self.source}` was trained with `{name}` {str(self.values.get(name))[:40]}, which is unsupported",
+            f"`{self.source}` was trained with `{name}` {short(self.values.get(name))}, which is unsupported",
             hint="convert it with Megatron Bridge, which builds the model with Megatron's own code",
         )
 
@@ -175,7 +175,7 @@ def with_layers_of_stage(arguments: Arguments) -> tuple[Arguments, list[str]]:
     if name is None or arguments.get("pipeline_model_parallel_size", default=1) != 1:
         return arguments, []
     count, stated = arguments.count(name), arguments.get("num_layers")
-    warning = f"the run had {count} layers, not `num_layers` {str(stated)[:20]}: its only stage was given `{name}`"
+    warning = f"the run had {count} layers, not `num_layers` {short(stated, 20)}: its only stage was given `{name}`"
     own = replace(arguments, values={**arguments.values, "num_layers": count})
     return own, [] if count == stated else [warning]
 
@@ -345,7 +345,7 @@ def ignored_factor(arguments: Arguments) -> list[str]:
     if not arguments.flag("use_rope_scaling") or factor in (None, MEGATRON_FACTOR):
         return []
     return [
-        f"Megatron-LM ignores `rope_scaling_factor` {str(factor)[:40]} and computes with {MEGATRON_FACTOR:g}; so does "
+        f"Megatron-LM ignores `rope_scaling_factor` {short(factor)} and computes with {MEGATRON_FACTOR:g}; so does "
         "the converted model"
     ]
 
@@ -537,7 +537,7 @@ def merged(computed: Mapping[str, Any], given: Mapping[str, Any], source: str, *
     for name, value in own.items() if compared else ():
         if name in other and name not in FREE and other[name] not in (None, value):
             raise MalformedInput(
-                f"`--config` declares `{name}` {str(other[name])[:60]}, the arguments of `{source}` {str(value)[:60]}",
+                f"`--config` declares `{name}` {short(other[name])}, the arguments of `{source}` {short(value)}",
                 hint="the configuration is of another model; leave the field out, the arguments contain it",
             )
     replaced = ("rope_theta", "rope_scaling") if isinstance(given.get("rope_parameters"), dict) else ()

@@ -28,7 +28,7 @@ from llmconv.convert.models.completeness import as_loaded
 from llmconv.convert.models.config_file import causal_lm_config, read_config_file
 from llmconv.convert.state_dicts.files import Sign
 from llmconv.convert.tokenizers import read_tokenizer, special_ids, vocabulary_size
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing, short
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, cast, rounded
 
 NEMO2_FILE, BRIDGE_FILE = "model.yaml", "run_config.yaml"
@@ -104,7 +104,9 @@ def _transformer_config(config: Any, file: Path) -> dict[str, Any]:
     word = str(target.get("_target_", target) if isinstance(target, dict) else target)
     gated = config.get("gated_linear_unit") is True
     if not word.endswith(SILU if gated else GELU):
-        raise _unsupported(file.name, "activation_func", word)
+        kind = str(config.get("_target_", "")).rpartition(".")[2]
+        of = f"{file.name}` of a `{kind}" if kind else file.name
+        raise _unsupported(of, "activation_func", word.rpartition(".")[2])
     made = {
         "swiglu": gated,
         "bias_gelu_fusion": config.get("bias_activation_fusion") is True,
@@ -129,7 +131,7 @@ def _renamed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _unsupported(source: str, name: str, value: Any) -> UnsupportedInput:
     return UnsupportedInput(
-        f"`{source}` declares `{name}` {str(value)[:40]}, which is unsupported",
+        f"`{source}` declares `{name}` {short(value)}, which is unsupported",
         hint="convert it with NeMo's own exporter, which builds the model with its own code",
     )
 
@@ -374,7 +376,7 @@ def true_vocabulary(
         )
     if type(size) is not int or not 0 < size <= padded:
         raise MalformedInput(
-            f"the embedding of `{arguments.source}` has {padded} rows, the vocabulary {str(size)[:40]} tokens",
+            f"the embedding of `{arguments.source}` has {padded} rows, the vocabulary {short(size)} tokens",
             hint="give the tokenizer and the configuration of this model",
         )
     if asked is None and size < padded:

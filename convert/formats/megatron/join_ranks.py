@@ -32,7 +32,7 @@ from llmconv.convert import algebra
 from llmconv.convert.formats.megatron import save_folder
 from llmconv.convert.formats.megatron.config import Arguments, head_dim, query_groups
 from llmconv.convert.state_dicts.distributed import DistributedFolder, TensorItem, named_leaves, open_folder
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing, short
 from llmconv.files.pickle_machine import Stub
 from llmconv.files.pickle_reader import Global, TensorRef
 from llmconv.files.torch_reader import TorchFile, open_torch_file
@@ -99,7 +99,7 @@ def _open_rank(numbers: tuple[int, ...], path: Path, save: save_folder.Save) -> 
     iteration = content.get("iteration")
     if not isinstance(version, int | float) or not 0 <= version <= 3:
         raise UnsupportedInput(
-            f"`{_shown(path)}` has the unknown `checkpoint_version` {str(version)[:40]}",
+            f"`{_shown(path)}` has the unknown `checkpoint_version` {short(version)}",
             hint="save it with Megatron-LM, which writes 3.0",
         )
     return Rank(

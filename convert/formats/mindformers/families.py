@@ -50,7 +50,7 @@ from llmconv.convert.formats.mindformers.config import (
 from llmconv.convert.models.code_model import baichuan, chatglm, needs_code
 from llmconv.convert.models.config_file import trusted_code
 from llmconv.convert.models.model_config import ModelSettings, refuse, refuse_settings
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, short
 from llmconv.tensors import Array, LazyTensor
 
 BAICHUAN2_VOCABULARY = 125696
@@ -98,7 +98,7 @@ def build_core(run: RunConfig, tensors: dict[str, LazyTensor]) -> ConvertedModel
 def _build(run: RunConfig, tensors: dict[str, LazyTensor], names: dict[str, str | None], kind: str) -> ConvertedModel:
     activation = run.values.get("hidden_act") or "silu"
     if activation not in ("silu", "swiglu"):
-        raise refuse_model(run, f"a Llama with `hidden_act` {str(activation)[:40]}", "its feed-forward is SwiGLU")
+        raise refuse_model(run, f"a Llama with `hidden_act` {short(activation)}", "its feed-forward is SwiGLU")
     embedding = require_embedding(
         run, next((tensors[name] for name, to in names.items() if to == EMBEDDING and name in tensors), None)
     )
@@ -492,7 +492,7 @@ def _require_gelu(run: RunConfig, what: str) -> None:
     if activation != "gelu" or run.flag("post_layernorm_residual"):
         raise refuse_model(
             run,
-            f"a {what} with `hidden_act` {str(activation)[:40]} or post-norms",
+            f"a {what} with `hidden_act` {short(activation)} or post-norms",
             "it has the tanh GELU and pre-norms",
         )
 

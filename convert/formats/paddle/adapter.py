@@ -23,7 +23,7 @@ from llmconv.convert.formats import AdapterFormat
 from llmconv.convert.formats.paddle.config import to_config
 from llmconv.convert.formats.paddle.names import FAMILIES, TensorRule, converted, unrolled
 from llmconv.convert.formats.paddle.read import open_rank_files
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing, short
 from llmconv.tensors import LazyTensor
 
 CONFIG = "lora_config.json"
@@ -93,7 +93,7 @@ def _check_scaling(stated: Any, config: LoraConfig) -> None:
     computed = config.scale("", config.rank)
     if abs(stated) > sys.float_info.max or not math.isclose(stated, computed, rel_tol=1e-6):
         raise MalformedInput(
-            f"the adapter declares `scaling` {str(stated)[:40]}, but `lora_alpha` and `r` result in {computed:g}",
+            f"the adapter declares `scaling` {short(stated)}, but `lora_alpha` and `r` result in {computed:g}",
             hint=f"repair `{CONFIG}`; PaddleNLP computes `scaling` from the other two",
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmconv.checkpoint import read_json
 from llmconv.convert.fields import Fields
-from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.errors import MalformedInput, UnsupportedInput, short
 from llmconv.output.plan import json_bytes
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -42,7 +42,7 @@ def to_config(config: Mapping[str, Any], source: str, warnings: list[str]) -> di
         raise UnsupportedInput(f"`{source}` is {ALIBI[0]}: {ALIBI[1]}", hint="only its own code computes it")
     if not isinstance(kind, str) or kind not in CONVERTERS:
         raise UnsupportedInput(
-            f"`{source}` is a PaddleNLP model of the unsupported type `{str(kind)[:80]}`",
+            f"`{source}` is a PaddleNLP model of the unsupported type `{short(kind, 80)}`",
             hint=f"supported are {', '.join(CONVERTERS)}; give the `config.json` with `--config` if it is one of them",
         )
     fields = Fields(config, source, hint=HINT)

@@ -36,7 +36,7 @@ from llmconv.convert.formats.verl.ranks import join_ranks
 from llmconv.convert.models.config_file import OPTION, plain_fields, trusted_code
 from llmconv.convert.models.transformers_source import causal_lm_classes
 from llmconv.convert.state_dicts.files import RANK_FILE, StateFile, select, tracked
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, word
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, short, word
 from llmconv.files.torch_reader import open_torch_blob
 from llmconv.model_code import AUTO_MAP
 from llmconv.not_a_model_folder import training_files_in
@@ -150,7 +150,7 @@ def open_save(path: Path) -> Save:
     stated = _settings(folder).get("world_size", world)
     if type(stated) is not int or stated != world:
         raise MalformedInput(
-            f"`fsdp_config.json` in `{folder.name}` is of {str(stated)[:20]} ranks, the files of {world}",
+            f"`fsdp_config.json` in `{folder.name}` is of {short(stated, 20)} ranks, the files of {world}",
             hint="two saves were written into one folder; copy the files of one of them",
         )
     save = Save(folder, dict(sorted(files.items())))
@@ -266,7 +266,7 @@ def _adapter_config(save: Save, names: Iterable[str]) -> dict[str, Any] | None:
         for key in ("r", "lora_alpha"):
             if meta and meta.get(key, config.get(key)) != config.get(key):
                 raise MalformedInput(
-                    f"`{key}` is {str(meta[key])[:20]} in `{META}` and {str(config.get(key))[:20]} in `lora_adapter`",
+                    f"`{key}` is {short(meta[key], 20)} in `{META}` and {short(config.get(key), 20)} in `lora_adapter`",
                     hint=f"one of them is of another run; remove it from `{save.folder.name}`",
                 )
         return config

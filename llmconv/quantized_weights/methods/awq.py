@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.errors import UnsupportedInput
+from llmconv.errors import UnsupportedInput, short
 from llmconv.quantized_weights.packed_weight import (
     GroupedWeight,
     Packing,
@@ -41,7 +41,7 @@ def open_awq(checkpoint: Checkpoint) -> Mapping[str, GroupedWeight]:
     bits = config.get("bits", config.get("w_bit", BITS))
     if version != "gemm" or bits != BITS:
         hint = "supported: `gemm` of 4 bits; save it with AutoAWQ, or take the model it was quantized from"
-        raise UnsupportedInput(f"the model is AWQ in the layout `{version[:40]}` of {str(bits)[:20]} bits", hint=hint)
+        raise UnsupportedInput(f"the model is AWQ in the layout `{version[:40]}` of {short(bits, 20)} bits", hint=hint)
     found = [name.removesuffix(WORDS) for name in checkpoint if name.endswith(WORDS)]
     weights = {f"{stem}.weight": open_module(checkpoint, stem, config) for stem in found}
     refuse_strays(checkpoint, (ZEROS, SCALES), weights)

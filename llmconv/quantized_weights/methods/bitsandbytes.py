@@ -22,7 +22,7 @@ from typing import Any, Self
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.errors import UnsupportedInput
+from llmconv.errors import UnsupportedInput, short
 from llmconv.quantized_weights.packed_weight import (
     FLOAT32,
     TILE_ELEMENTS,
@@ -214,7 +214,7 @@ def open_four_bit(tensors: Mapping[str, LazyTensor], name: str, state_name: str)
     if not isinstance(state, dict):
         refuse(state_name, "is not a JSON object")
     if state_name.removeprefix(name + STATE) not in KINDS or state.get("quant_type") not in KINDS:
-        refuse(state_name, f"is of the type {str(state.get('quant_type'))[:40]!r}, neither nf4 nor fp4")
+        refuse(state_name, f"is of the type {short(state.get('quant_type'))!r}, neither nf4 nor fp4")
     shape = state.get("shape")
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(n) is int and 0 < n < 1 << 31 for n in shape):
         refuse(state_name, "has a `shape` that is not a matrix")
@@ -245,7 +245,7 @@ def _nested(state: Mapping[str, Any], name: str, source: str) -> NestedScales:
 def _block_size(state: Mapping[str, Any], field_name: str, name: str) -> int:
     size = state.get(field_name)
     if type(size) is not int or size not in BLOCK_SIZES:
-        refuse(name, f"has a `{field_name}` of {str(size)[:40]}")
+        refuse(name, f"has a `{field_name}` of {short(size)}")
     return size
 
 

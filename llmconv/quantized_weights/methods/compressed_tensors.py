@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.errors import MalformedInput, UnsupportedInput
+from llmconv.errors import MalformedInput, UnsupportedInput, short
 from llmconv.quantized_weights.float4 import MX, NV, open_float4
 from llmconv.quantized_weights.methods.fp8 import ACTIVATIONS
 from llmconv.quantized_weights.packed_weight import (
@@ -250,7 +250,7 @@ def _scheme(weights: Mapping[str, Any]) -> WeightScheme:
     strategy = given.get("strategy") or ("tensor" if size is None else "channel" if size == WHOLE_ROW else "group")
     if strategy not in STRATEGIES or (strategy == "tensor_group" and (bits, kind) != (4, "float")):
         raise UnsupportedInput(
-            f"the model is stored by compressed-tensors with the strategy `{str(strategy)[:40]}`, not supported",
+            f"the model is stored by compressed-tensors with the strategy `{short(strategy)}`, not supported",
             hint=f"supported are {', '.join(STRATEGIES)}; take the model it was quantized from",
         )
     if (strategy in ("group", "tensor_group")) != (size is not None and size != WHOLE_ROW):
@@ -264,5 +264,5 @@ def _scheme(weights: Mapping[str, Any]) -> WeightScheme:
 
 
 def _refused(value: Any, problem: str) -> MalformedInput:
-    message = f"the `config_groups` of the model's `quantization_config` have {str(value)[:80]}, {problem}"
+    message = f"the `config_groups` of the model's `quantization_config` have {short(value, 80)}, {problem}"
     return MalformedInput(message, hint="repair the `config.json`, or download it again")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from llmconv.checkpoint import Checkpoint
-from llmconv.errors import UnsupportedInput
+from llmconv.errors import UnsupportedInput, short
 from llmconv.quantized_weights.packed_weight import (
     WIDTHS,
     GroupedWeight,
@@ -54,7 +54,7 @@ def open_gptq(checkpoint: Checkpoint) -> Mapping[str, GroupedWeight]:
         raise UnsupportedInput(f"the model is GPTQ in the layout `{layout[:40]}`, which one kernel reads", hint=hint)
     for name, read in READ.items():  # fields that change what the tensors mean
         if config.get(name) not in (None, {}, read):
-            problem = f"the model is GPTQ with `{name}` {str(config[name])[:40]}, which is not supported"
+            problem = f"the model is GPTQ with `{name}` {short(config[name])}, which is not supported"
             hint = "save it with words of int32 and without adapters, or take the model it was quantized from"
             raise UnsupportedInput(problem, hint=hint)
     found = [name.removesuffix(WORDS) for name in checkpoint if name.endswith(WORDS)]
@@ -102,7 +102,7 @@ def _bits(tensors: Mapping[str, LazyTensor], stem: str, config: Mapping[str, Any
     if (config.get("dynamic") or bits is None) and stem + GROUPS in tensors:
         bits = words.shape[0] * 32 // max(1, tensors[stem + GROUPS].num_rows)
     if type(bits) is not int or bits not in WIDTHS:
-        problem = f"`{stem}` is GPTQ of {str(bits)[:20]} bits"
+        problem = f"`{stem}` is GPTQ of {short(bits, 20)} bits"
         raise UnsupportedInput(problem, hint=f"supported: {', '.join(map(str, WIDTHS))}")
     return bits
 

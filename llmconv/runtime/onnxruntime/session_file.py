@@ -36,7 +36,7 @@ import onnxruntime as ort
 
 from llmconv.argument_checks import MOST_THREADS
 from llmconv.checkpoint import own_file, read_json
-from llmconv.errors import InputRefused, MalformedInput, UsageProblem
+from llmconv.errors import InputRefused, MalformedInput, UsageProblem, short
 from llmconv.files.safe_folder import user_cache
 from llmconv.runtime.onnxruntime.guard import load_guarded
 from llmconv.runtime.onnxruntime.session_settings import (
@@ -182,7 +182,7 @@ def _int(path: Path, name: str, value: Any, most: int) -> int:
     except (TypeError, ValueError, OverflowError):
         _malformed(path, f"gives `{name}` the value `{value}`, which is not an integer")
     if not -1 <= number <= most:
-        _malformed(path, f"gives `{name}` the value `{str(value)[:40]}`, which is not from -1 to {most}")
+        _malformed(path, f"gives `{name}` the value `{short(value)}`, which is not from -1 to {most}")
     return number
 
 
@@ -191,7 +191,7 @@ def _entries(path: Path, given: Mapping[str, Any]) -> dict[str, str]:
         if name not in ENTRIES:
             _refuse_file(path, name)
         if out_of_bounds(value):
-            _malformed(path, f"gives `{name}` the value `{str(value)[:40]}`, which is above {LARGEST}")
+            _malformed(path, f"gives `{name}` the value `{short(value)}`, which is above {LARGEST}")
     return {name: str(value) for name, value in given.items()}
 
 
@@ -296,7 +296,7 @@ def read_genai_config(folder: Path) -> dict[str, Any]:
             _check_session(value)
         elif name.endswith(("filename", SHARED)):
             if not isinstance(value, str) or not value or Path(value).name != value or not value.isprintable():
-                _refuse(f"`{name}` is {str(value)[:80]!r}, which is not a plain file name")
+                _refuse(f"`{name}` is {short(value, 80)!r}, which is not a plain file name")
             if value.endswith(GRAPHS) and (folder / value).exists():
                 load_guarded(folder / value)
     model = content.get("model")
@@ -330,7 +330,7 @@ def _check_session(options: Any) -> None:
     for name, value in options.items():
         most = MOST_THREADS if name.endswith("num_threads") else LARGEST
         if out_of_bounds(value, most):
-            _refuse(f"`{name}` is {str(value)[:40]}, above {most}")
+            _refuse(f"`{name}` is {short(value)}, above {most}")
     providers = options.get("provider_options", [])
     if not isinstance(providers, list) or not all(isinstance(provider, dict) for provider in providers):
         _refuse("`provider_options` is not a list of objects")

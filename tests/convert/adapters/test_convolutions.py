@@ -92,10 +92,11 @@ def test_another_kernel_is_refused(part: str, shape: tuple[int, ...], error: typ
         merge_lora(case.base, [case.adapter], tmp_path / "out")
 
 
-def test_a_grouped_convolution_is_refused(save_tensors: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [1, 2], ids=["B in groups", "B whole, as before PEFT 0.18"])
+def test_a_grouped_convolution_is_refused(rank: int, save_tensors: Callable[..., Path], tmp_path: Path) -> None:
     base = save_tensors("base", {"conv.weight": torch.ones(8, 2, 3)}, {"config.json": {"model_type": "grouped"}})
-    factors = {"conv.lora_A.weight": torch.ones(2, 4, 3), "conv.lora_B.weight": torch.ones(8, 1, 1)}
+    factors = {"conv.lora_A.weight": torch.ones(2, 4, 3), "conv.lora_B.weight": torch.ones(8, rank, 1)}
     config = {"adapter_config.json": {"peft_type": "LORA", "r": 2, "lora_alpha": 2}}
     adapter = save_tensors("adapter", factors, config, weights="adapter_model.safetensors")
-    with pytest.raises(UnsupportedInput, match="groups"):
+    with pytest.raises(UnsupportedInput, match="is a convolution with groups"):
         merge_lora(base, [adapter], tmp_path / "out")

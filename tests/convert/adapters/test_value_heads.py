@@ -18,7 +18,7 @@ from transformers import (
     LlamaPreTrainedModel,
 )
 
-from llmconv.convert import merge_lora, to_hf
+from llmconv.convert import from_hf, inspect, merge_lora, to_hf
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.export import export
@@ -54,6 +54,17 @@ def test_a_value_head_in_a_model_folder_is_dropped_when_asked(with_head: Path, t
     assert (
         AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)[1]["unexpected_keys"] == set()
     )
+
+
+def test_every_command_says_that_a_value_head_beside_a_model_is_left_out(tmp_path: Path) -> None:
+    """`value_head.safetensors` of LLaMA-Factory's reward models."""
+    case = train(LlamaForCausalLM(LlamaConfig(**SIZES | {"head_dim": None})), tmp_path, target_modules=["q_proj"])
+    save_file(HEAD, case.base / "value_head.safetensors")
+    said = "`value_head.safetensors` is left out: a language model has no value head"
+    assert said in open_training(case.base, rewrite=True).warnings
+    assert said in from_hf(case.base, tmp_path / "meta", to="meta", dry_run=True).checkpoint.warnings
+    assert said in inspect(case.base).warnings
+    assert said in merge_lora(case.base, [case.adapter], tmp_path / "out").warnings
 
 
 def test_only_language_models_have_something_to_drop(tmp_path: Path) -> None:

@@ -226,6 +226,15 @@ def test_a_model_of_nemo_2_that_is_not_supported_is_refused(tmp_path: Path, chan
         opened(nemo2(tmp_path, **changes)[0])
 
 
+def test_a_model_of_nemo_2_is_named_with_its_argument(tmp_path: Path) -> None:
+    changes = {"_target_": "nemo.collections.llm.gpt.model.gemma2.Gemma2Config2B"}
+    gelu = {"_target_": "nemo.collections.llm.fn.activation.openai_gelu", "_call_": False}
+    with pytest.raises(
+        UnsupportedInput, match="`model.yaml` of a `Gemma2Config2B` declares `activation_func` openai_gelu"
+    ):
+        opened(nemo2(tmp_path, **changes, activation_func=gelu)[0])
+
+
 def test_a_window_is_read_as_nemo_2_writes_tuples(tmp_path: Path) -> None:
     window = {"_target_": "builtins.tuple", "_args_": [[8, 0]]}
     with pytest.raises(UnsupportedInput, match="no supported model has"):

@@ -189,7 +189,7 @@ def test_a_folder_with_a_config_whose_names_are_wrapped_is_converted(tmp_path: P
 
 WRAPPERS = (
     *("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_fpw_module", "_forward_module"),
-    "_orig_module",
+    *("_orig_module", "pretrained_model"),
 )
 
 
@@ -205,6 +205,16 @@ def test_a_folder_with_wrapped_modules_is_refused_as_a_model_and_converted(
     assert f"llmconv to-hf {tmp_path / 'x'}" in caught.value.hint
     assert set(open_training(tmp_path / "x")) == set(llama_state())
     assert {plain_name(name) for name in inside} == set(llama_state())
+
+
+def test_a_model_under_a_value_head_is_converted_as_the_hint_says(tmp_path: Path) -> None:
+    """What TRL's wrapper saves under ZeRO-3: the model's names under `pretrained_model.`, the head's beside them."""
+    head = {"v_head.summary.weight": torch.ones(1, 4), "v_head.summary.bias": torch.ones(1)}
+    write(tmp_path / "x" / "model.safetensors", prefixed(llama_state(), "pretrained_model.") | head)
+    with pytest.raises(MalformedInput) as caught:
+        open_checkpoint(tmp_path / "x")
+    assert f"`llmconv to-hf {tmp_path / 'x'} --drop -o OUT`" in caught.value.hint
+    assert set(open_training(tmp_path / "x", options={"drop": True})) == set(llama_state())
 
 
 @pytest.mark.parametrize("stem", ["model", "pytorch_model", "step-200"])

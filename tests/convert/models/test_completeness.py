@@ -292,8 +292,8 @@ def test_a_size_in_a_layer_is_no_number_of_layers() -> None:
     assert not depth_is_possible({}, {"text_config": {"num_foo_layers": 5000}})
 
 
-@pytest.mark.slow
-def test_the_text_part_alone_of_a_model_with_images_is_named(tmp_path: Path) -> None:
+def with_images(folder: Path) -> tuple[dict[str, Any], Mapping[str, LazyTensor]]:
+    """The config and tensors of a model with images, whose type has a class of language alone, too."""
     text: dict[str, Any] = {
         "vocab_size": 64,
         "hidden_size": 32,
@@ -304,8 +304,22 @@ def test_the_text_part_alone_of_a_model_with_images_is_named(tmp_path: Path) -> 
     text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": ["full_attention"]}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
-    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
-    fields, tensors = json.loads((tmp_path / "config.json").read_text()), open_weights(tmp_path)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    return json.loads((folder / "config.json").read_text()), open_weights(folder)
+
+
+@pytest.mark.parametrize("moved", ["layers.0.mlp.down_proj.weight", "embed_tokens.weight"])
+def test_a_tensor_under_the_name_of_the_class_without_images_is_missing_with_them(tmp_path: Path, moved: str) -> None:
+    fields, tensors = with_images(tmp_path)
+    assert check_folder(tensors, fields, "whole") == []
+    mixed = {(f"model.{moved}" if name.endswith(moved) else name): one for name, one in tensors.items()}
+    with pytest.raises(MalformedInput, match=f"missing keys: `model.language_model.{moved}`"):
+        check_folder(mixed, fields, "mixed")
+
+
+@pytest.mark.slow
+def test_the_text_part_alone_of_a_model_with_images_is_named(tmp_path: Path) -> None:
+    fields, tensors = with_images(tmp_path)
     assert not any("images" in note for note in check_folder(tensors, fields, "whole"))
     alone = {name.replace("language_model.", ""): one for name, one in tensors.items() if "visual" not in name}
     assert any("no tensors of images" in note for note in check_folder(alone, fields, "part"))

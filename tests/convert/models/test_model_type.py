@@ -120,3 +120,25 @@ def test_rotary_fields_of_transformers_4_count_against_those_of_5(given: dict[st
     stored = {"model_type": "llama", "rope_parameters": dict(BASES)}
     found = LlamaConfig(**{k: v for k, v in updated(stored, given).items() if k != "model_type"}).rope_parameters
     assert {name: found[name] for name in expected} == expected
+
+
+PART = {"model_type": "gemma3_text", "vocab_size": 8, "hidden_size": 4}
+
+
+@pytest.mark.parametrize("name", ["text_config", "llm_config"])
+@pytest.mark.parametrize(
+    ("given", "part"),
+    [
+        ({"vocab_size": 9}, {**PART, "vocab_size": 9}),
+        ({"PART": {"vocab_size": 9}}, {**PART, "vocab_size": 9}),
+        ({"PART": {"model_type": "gemma3_text", "vocab_size": 9}}, {"model_type": "gemma3_text", "vocab_size": 9}),
+        ({"vocab_size": 7, "PART": {"vocab_size": 9}}, {**PART, "vocab_size": 9}),
+        ({"hidden_size": 5}, PART),
+    ],
+    ids=str,
+)
+def test_fields_of_a_part_of_the_configuration_count_in_it(given: dict[str, Any], part: Any, name: str) -> None:
+    stored = {"model_type": "gemma3", name: PART, "vision_config": {"depth": 1}}
+    found = updated(stored, {name if key == "PART" else key: value for key, value in given.items()})
+    assert found[name] == part and found["vision_config"] == {"depth": 1}
+    assert found.get("vocab_size") == (7 if given.get("vocab_size") == 7 else None)

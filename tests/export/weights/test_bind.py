@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from llmconv.checkpoint import open_checkpoint
-from llmconv.errors import InputRefused, UnsupportedInput
+from llmconv.convert.opening import open_training
+from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.export import export
 from llmconv.export.folders import file_tensors
 from llmconv.output.manifest import read_manifest
@@ -39,6 +41,32 @@ def test_an_unexpected_key_is_reported(llama: Path) -> None:
     change(llama, lambda tensors: tensors.update({"model.layers.8.odd": tensors["model.norm.weight"].clone()}))
     with pytest.raises(InputRefused, match=r"unexpected keys: `model\.layers\.8\.odd`"):
         export(llama)
+
+
+@pytest.mark.parametrize("shape", [(0,), (500,)], ids=["nothing", "a part of the flat parameter"])
+def test_weights_that_fsdp_did_not_gather_are_named_as_such(llama: Path, shape: tuple[int, ...]) -> None:
+    change(llama, lambda tensors: tensors.update({"model.embed_tokens.weight": torch.ones(shape)}))
+    with pytest.raises(MalformedInput, match="shape mismatch") as refused:
+        export(llama)
+    assert "without gathering it" in refused.value.hint
+    with pytest.raises(MalformedInput, match="shape mismatch") as refused:
+        open_training(llama, rewrite=True)
+    assert "without gathering it" in refused.value.hint
+
+
+def test_state_of_modelopts_quantizers_is_named_as_such(llama: Path) -> None:
+    odd = "model.layers.0.mlp.up_proj.weight_quantizer._double_scale"
+    change(llama, lambda tensors: tensors.update({odd: tensors["model.norm.weight"].clone()}))
+    with pytest.raises(InputRefused, match="unexpected keys") as refused:
+        export(llama)
+    assert "ModelOpt" in refused.value.hint
+
+
+def test_a_value_head_beside_the_model_is_named(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """LLaMA-Factory's reward models."""
+    (llama / "value_head.safetensors").write_bytes((llama / "model.safetensors").read_bytes())
+    export(llama, dry_run=True)
+    assert "`value_head.safetensors` is left out: a language model has no value head" in capsys.readouterr().err
 
 
 @pytest.mark.slow

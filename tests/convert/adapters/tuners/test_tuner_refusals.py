@@ -63,6 +63,8 @@ ATTEMPTS = [
     ("OFT", {}, {"num_cayley_neumann_terms": 2.5}, "num_cayley_neumann_terms"),
     ("OFT", {}, {"num_cayley_neumann_terms": 10**9}, "num_cayley_neumann_terms"),
     ("OFT", {}, {"coft": "yes"}, "coft"),
+    ("OFT", {"oft_R.weight": None, "oft_r": (2, 3, 3)}, {}, "oft_r`, of an OFT that newer releases"),
+    ("OFT", {"oft_R.weight": None, "oft_r.default": (2, 3, 3), "oft_s": (6, 1)}, {}, "newer releases"),
     ("BOFT", {"boft_R": (1, 2, 2, 3)}, {}, "side of a block"),
     ("BOFT", {"boft_R": (3, 2, 2, 2)}, {}, "factors"),
     ("BOFT", {"boft_s": (6, 2)}, {}, "short side"),

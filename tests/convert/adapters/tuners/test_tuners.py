@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,25 @@ def test_every_variant_of_a_config_is_merged_as_peft_does(kind: str, fields: dic
     assert others in ([], ["the merge changes nothing: every weight is that of the base"])  # OFT of one Neumann term
     assert "only checked by generic rules" in warning and "model of type `layers`" in warning
     assert not wrong(tmp_path / "out", exact)
+
+
+@pytest.mark.parametrize("terms", [2, 3, 5])
+def test_an_oft_of_before_peft_0_18_ends_with_twice_the_last_power(terms: int, tmp_path: Path) -> None:
+    """I + 2Q + … + 2Qⁿ⁻¹ (PEFT 0.17 `tuners/oft/layer.py`); such adapters state no `peft_version`."""
+    base, adapter, _ = train_layers(tmp_path, CONFIGS["oft"](target_modules=LINEAR, num_cayley_neumann_terms=terms))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "peft_version": None}))
+    merge_lora(base, [adapter], tmp_path / "out")
+    before, after = (load_file(folder / "model.safetensors") for folder in (base, tmp_path / "out"))
+    for name, upper in load_file(adapter / "adapter_model.safetensors").items():
+        weight = f"{name.removeprefix('base_model.model.').removesuffix('.oft_R.weight')}.weight"
+        skew = torch.zeros(len(upper), 4, 4, dtype=torch.float64)
+        skew[:, *torch.triu_indices(4, 4, 1)] = upper.double()
+        skew -= skew.mT.clone()
+        series = torch.eye(4).double() + 2 * sum(torch.linalg.matrix_power(skew, power) for power in range(1, terms))
+        blocks = before[weight].double().reshape(-1, len(upper), 4)
+        exact = torch.einsum("obi,bji->obj", blocks, series).reshape(before[weight].shape)
+        torch.testing.assert_close(after[weight].double(), exact, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:.*have invalid shape")  # of a pruned module, as of one that was not gathered
