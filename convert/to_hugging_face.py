@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.argument_checks import checked, require_choice
-from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint
+from llmconv.checkpoint import Checkpoint
 from llmconv.convert.models.config_file import OPTION, TrustedCode
 from llmconv.convert.models.head_and_dtype import check_dtype, settled, with_cast, with_stated_type
 from llmconv.convert.opening import open_training
 from llmconv.convert.tokenizers import beyond_rows
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.files.paths import Placed, is_address, local_only, output_place
-from llmconv.files.sources import STRATEGY, fetches, files_near, files_under, local_path, source_name
+from llmconv.files.sources import fetches, files_of_weights, files_under, local_path, source_name
 from llmconv.output.manifest import step
 from llmconv.output.plan import DEFAULT_SIZE, Plan, plan_checkpoint, require_shard_size
 from llmconv.output.work import Work, done_by, repeatable, require_possible
@@ -113,15 +113,9 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     if dry_run:
         return plan
     steps = [step("to-hf", checkpoint.path, format=checkpoint.format, strategy_sha256=_digest(strategy), **given)]
-    sources = _sources(checkpoint.path, base, local_only(place))
+    sources = [file for path in (checkpoint.path, base) if path for file in files_of_weights(path, local_only(place))]
     asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
     return done_by(work, plan, write_checkpoint(plan, place, steps=steps, sources=sources, **asked).found)
-
-
-def _sources(path: Path, base: Path | None, output: Path | None) -> list[Path]:
-    """The files that decide about weights; configurations are compared by what they become, but for an adapter's."""
-    files = [file for one in (path, base) if one for file in files_under(one, output)]
-    return files + [file for file in files_near(path) if file.name == ADAPTER_CONFIG or STRATEGY.fullmatch(file.name)]
 
 
 def _digest(strategy: Path | None) -> str | None:

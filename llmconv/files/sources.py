@@ -498,6 +498,12 @@ def files_under(path: Path, without: Path | None = None) -> list[Path]:
     )
 
 
+def files_of_weights(path: Path, without: Path | None = None) -> list[Path]:
+    """The `files_under` a path, and what decides about their weights near it: an adapter's scale, a strategy."""
+    near = [file for file in files_near(path) if file.name == "adapter_config.json" or STRATEGY.fullmatch(file.name)]
+    return [*files_under(path, without), *near]
+
+
 # suffixes of the configurations, tokenizers and pointers that formats and adapters look for next to a named file
 NEAR = {".json", ".yaml", ".yml", ".model", ".txt", ".tiktoken", ".jinja", ".symlink"}
 # names of those that they look for in the folders above a checkpoint, too; the last one of llama2.c
