@@ -18,7 +18,7 @@ from llmconv.convert.models.model_config import SHARD_LIMIT
 from llmconv.convert.opening import open_training
 from llmconv.errors import UnsupportedInput, UsageProblem, listing
 from llmconv.files.paths import Placed, local_only, output_place
-from llmconv.files.sources import fetches, files_under, local_path, reading_safely
+from llmconv.files.sources import fetches, files_of_weights, local_path, reading_safely
 from llmconv.model_code import with_copied_code
 from llmconv.not_a_model_folder import adapter_or_delta
 from llmconv.output.manifest import step, steps_of_weights
@@ -279,7 +279,7 @@ def _check_kind(rank: int | None, to: str | None, shards: int | None, dtype: str
 
 
 def _sources(output: Place, *paths: Path) -> list[Path]:
-    return [file for path in paths for file in files_under(path, local_only(output))]
+    return [file for path in paths for file in files_of_weights(path, local_only(output))]
 
 
 def open_model(name: str | Path) -> Checkpoint:

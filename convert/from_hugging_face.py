@@ -14,7 +14,7 @@ from typing import Any
 
 from llmconv.argument_checks import checked
 from llmconv.causal_lm import architecture, mtp_tensors, require_model_type
-from llmconv.checkpoint import Checkpoint, open_checkpoint
+from llmconv.checkpoint import TEMPLATES, Checkpoint, open_checkpoint
 from llmconv.convert.assembly import map_names
 from llmconv.convert.formats import formats
 from llmconv.convert.models.blueprint import released
@@ -81,12 +81,18 @@ def from_hf(  # noqa: PLR0913 - the options of the command, by the same names
         given = source_name(matrix) if matrix else None
         made = step("from-hf", checkpoint.path, to=to, shards=shards, dtype=dtype, imatrix=given)
         steps = [*steps_of_weights(checkpoint.path), made]
-        sources = sorted(entry for entry in checkpoint.path.iterdir() if entry.is_file())
+        sources = _sources(checkpoint.path)
         sources += [matrix] if matrix else []
         asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
         done = write_checkpoint(plan, place, steps=steps, sources=sources, **asked)
         plan = done_by(work, plan, done.found)
     return plan
+
+
+def _sources(folder: Path) -> list[Path]:
+    """The files that decide the output: also modules after the model, and further chat templates."""
+    patterns = ("*", "*/config.json", f"{TEMPLATES}/*.jinja")
+    return sorted(entry for pattern in patterns for entry in folder.glob(pattern) if entry.is_file())
 
 
 def _planned(model: str | Path, to: str, shards: int, dtype: str, matrix: Path | None) -> tuple[Checkpoint, Plan]:
@@ -203,7 +209,7 @@ def write_gguf(
         raise InputRefused(f"`{path}` has the weights of the model itself", hint="give another name")
     require_space(path, plan.nbytes)
     if not dry_run:
-        sources = sorted(entry for entry in checkpoint.path.iterdir() if entry.is_file())
+        sources = _sources(checkpoint.path)
         write_file(plan, path, sources=sources, overwrite=overwrite)
     return plan
 

@@ -15,7 +15,7 @@ from llmconv.convert.opening import open_training
 from llmconv.convert.tokenizers import beyond_rows
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.files.paths import Placed, is_address, local_only, output_place
-from llmconv.files.sources import fetches, files_under, local_path, source_name
+from llmconv.files.sources import fetches, files_of_weights, files_under, local_path, source_name
 from llmconv.output.manifest import step
 from llmconv.output.plan import DEFAULT_SIZE, Plan, plan_checkpoint, require_shard_size
 from llmconv.output.work import Work, done_by, repeatable, require_possible
@@ -113,7 +113,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     if dry_run:
         return plan
     steps = [step("to-hf", checkpoint.path, format=checkpoint.format, strategy_sha256=_digest(strategy), **given)]
-    sources = [file for path in (checkpoint.path, base) if path for file in files_under(path, local_only(place))]
+    sources = [file for path in (checkpoint.path, base) if path for file in files_of_weights(path, local_only(place))]
     asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
     return done_by(work, plan, write_checkpoint(plan, place, steps=steps, sources=sources, **asked).found)
 

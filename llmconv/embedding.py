@@ -71,6 +71,8 @@ class Embedder:
                 hint="copy modules.json and 1_Pooling of the original model into the folder, and export again",
             )
         self._tokenizer = load_tokenizer(home)
+        self._cuts_starts = self._tokenizer.truncation_side == "left"
+        self._are_chats = self.role == "embed" and self.rules.in_chat is not None
         limits = [self.rules.max_tokens or self._tokenizer.model_max_length, context_length(home)]
         self.most = int(min(limit for limit in limits if limit))
         self._padding = _padding(home, self._tokenizer)
@@ -131,7 +133,7 @@ class Embedder:
         Without `cuts` a text that is longer than the maximum has more ids than it. Raises UsageProblem for no such
         prompt, InputRefused for a text without tokens.
         """
-        if self.role == "embed" and self.rules.in_chat is not None:
+        if self._are_chats:
             return self._chats(texts, prompt_name, cuts=cuts)
         made, texts = [], [self.rules.text(text, prompt_name) for text in texts]
         for at, text in enumerate(texts):
@@ -139,7 +141,7 @@ class Embedder:
                 made.append(encode_prompt(self._tokenizer, text, most=self.most))
             except TooManyTokens as error:
                 made.append(error.ids)
-                texts[at] = error.beginning
+                texts[at] = text if self._cuts_starts else error.beginning
         for at in self._long(made) if cuts else ():
             made[at] = self._tokenizer(texts[at], truncation=True, max_length=self.most)["input_ids"]
         return made
@@ -152,7 +154,8 @@ class Embedder:
                     f"text {long[0] + 1} is longer than {self.most} tokens, and its score is read at its end",
                     hint="shorten the document in it; what the template writes after that has to stay",
                 )
-            warn(f"{len(long)} of {len(made)} texts are longer than {self.most} tokens and were cut at their end")
+            side = "beginning" if self._cuts_starts and not self._are_chats else "end"
+            warn(f"{len(long)} of {len(made)} texts are longer than {self.most} tokens and were cut at their {side}")
         return long
 
     def _chats(self, texts: Sequence[str], prompt_name: str | None, *, cuts: bool) -> list[list[int]]:

@@ -20,11 +20,13 @@ from llmconv.convert.opening_adapters import is_for_peft
 from llmconv.errors import LlmconvError, UsageProblem, listing
 from llmconv.export.rewrite.running_form import may_change
 from llmconv.files.paths import Written
+from llmconv.files.safe_folder import is_inner
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.files.sources import fetches, is_remote, local_path, source_name
 from llmconv.output.manifest import (
     EMBEDDINGS,
     MANIFEST,
+    SINGLE_PASS_FILES,
     VERIFIED,
     VISION,
     RecordedVerdict,
@@ -39,6 +41,7 @@ from llmconv.output.manifest import (
 )
 from llmconv.runtime.onnxruntime.guard import external_fields, external_tensors, refill
 from llmconv.runtime.onnxruntime.lora_names import declared_factors, module_of, require_factors, without_inputs
+from llmconv.runtime.onnxruntime.session_file import CONFIG as GENAI_CONFIG
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, half_precision, with_options
 from llmconv.tensors import Array
 from llmconv.verify.arguments import CODES, model_of, require_folder
@@ -72,7 +75,7 @@ from llmconv.verify.reference.eager import Eager
 from llmconv.verify.report.files import reporter
 from llmconv.verify.results import LINE_LIMIT, WHOLE, Report, clean
 from llmconv.verify.scenarios.selection import Budget, Selection
-from llmconv.verify.single_pass import SinglePassFolder
+from llmconv.verify.single_pass import MODULES, Modules, SinglePassFolder
 from llmconv.verify.verification import Checking, OnChecks, Session
 
 if TYPE_CHECKING:
@@ -551,8 +554,7 @@ class Judged:
         tensors = (tensor for model in verified.models.values() for tensor in external_tensors(model))
         names = {external_fields(tensor).get("location", "") for tensor in tensors}
         weights = {name: weight_file(verified.path / name) for name in names if name.endswith(MAPPED)}
-        config = verified.path / "config.json"
-        configs = {config.name: graph_sha256(config)} if config.is_file() else {}
+        configs = {name: graph_sha256(verified.path / name) for name in _configs(verified)}
         return cls(verified.path, {path.name: graph_sha256(path) for path in paths}, weights, configs)
 
     @classmethod
@@ -561,6 +563,19 @@ class Judged:
         names = {tensor.location for tensor in open_checkpoint(path).values() if isinstance(tensor, FileTensor)}
         configs = {"config.json": graph_sha256(path / "config.json")}
         return cls(path, {}, {name: weight_file(path / name) for name in names}, configs)
+
+
+def _configs(verified: VerifiedFolder) -> list[str]:
+    """The files that say what the model is, what follows it, and how a client runs it, which is compared with both."""
+    names = ["config.json"]
+    if (verified.path / GENAI_CONFIG).is_file():
+        names += [GENAI_CONFIG, "generation_config.json"]
+    if any(entry.role in SINGLE_PASS_FILES for entry in verified.entries):
+        names.append(MODULES)
+        with suppress(LlmconvError):  # the checks report what is wrong with it
+            homes = [home for _, home, _ in Modules(verified.path).listed if home]
+            names += [name for home in homes if is_inner(name := f"{home}/config.json")]
+    return [name for name in names if (verified.path / name).is_file()]
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from llmconv.convert.models.completeness import check_folder
 from llmconv.convert.models.head_and_dtype import check_dtype, plain_tensors, settled, with_cast
 from llmconv.errors import UnsupportedInput, UsageProblem, listing
 from llmconv.files.paths import Placed, is_address, local_only, output_place
-from llmconv.files.sources import fetches, files_under, local_path, reading_safely
+from llmconv.files.sources import fetches, files_of_weights, files_under, local_path, reading_safely
 from llmconv.model_code import with_copied_code
 from llmconv.output.manifest import step, steps_of_weights
 from llmconv.output.plan import DEFAULT_SIZE, Plan, plan_checkpoint, require_shard_size
@@ -263,6 +263,6 @@ def _steps(source: Checkpoint) -> list[dict[str, Any]]:
 def _files(source: Checkpoint, output: Path | None) -> list[Path]:
     """The files that decide the output: of a Hugging Face folder those with weights, settings and code."""
     if not is_model_folder(source.path):
-        return files_under(source.path, output)
+        return files_of_weights(source.path, output)
     files = sorted(path for path in source.path.iterdir() if path.suffix in (".safetensors", ".json"))
     return [*files, *(source.path / name for name in source.side_files if name.endswith(".py"))]

@@ -479,9 +479,16 @@ class BucketTree:
 
 
 def files_under(path: Path, without: Path | None = None) -> list[Path]:
-    """`path` itself, or all files in that folder, sorted, except for unfinished outputs and the folder `without`."""
+    """`path` itself, or all files in that folder, sorted, except for unfinished outputs and the folder `without`.
+
+    A file of a model in several (GGUF) stands for all of them; MalformedInput if one is missing.
+    """
     if path.is_file():
-        return [path]
+        if path.suffix != ".gguf":
+            return [path]
+        from llmconv.files.gguf_file import parts_of  # noqa: PLC0415 - one format of many
+
+        return parts_of(path)
     left_out = {without.absolute()} if without else set()
     files = (file for file in path.absolute().rglob("*") if file.is_file())
     return sorted(
@@ -489,3 +496,42 @@ def files_under(path: Path, without: Path | None = None) -> list[Path]:
         for file in files
         if not left_out.intersection(file.parents) and not any(folder.name.endswith(PARTIAL) for folder in file.parents)
     )
+
+
+def files_of_weights(path: Path, without: Path | None = None) -> list[Path]:
+    """The `files_under` a path, and what decides about their weights near it: an adapter's scale, a strategy."""
+    near = [file for file in files_near(path) if file.name == "adapter_config.json" or STRATEGY.fullmatch(file.name)]
+    return [*files_under(path, without), *near]
+
+
+# suffixes of the configurations, tokenizers and pointers that formats and adapters look for next to a named file
+NEAR = {".json", ".yaml", ".yml", ".model", ".txt", ".tiktoken", ".jinja", ".symlink"}
+# names of those that they look for in the folders above a checkpoint, too; the last one of llama2.c
+ABOVE = {"config.json", "adapter_config.json", "generation_config.json", "params.json", "tokenizer_config.json"}
+ABOVE |= {"tokenizer.json", "tokenizer.model", "tokenizer.bin"}
+CONFIGS, STRATEGIES = "configs", "strategy"  # folders of GPT-NeoX and MindFormers
+STRATEGY = re.compile(r".*strategy.*\.(?:ckpt|json)")
+
+
+def files_near(path: Path) -> list[Path]:
+    """The configurations, tokenizers and strategies that formats look for next to a path, and in two folders above it.
+
+    Of a link they may be next to it, or next to what it leads to.
+    """
+    found = dict[Path, None]()
+    for place in dict.fromkeys((path.absolute(), path.resolve())):
+        for level, home in enumerate(place.parents[:2]):
+            suffixes = NEAR if level == 0 and path.is_file() else {".symlink"}
+            found |= {
+                one: None
+                for one in _plain_files(home)
+                if one.suffix in suffixes or one.name in ABOVE or STRATEGY.fullmatch(one.name)
+            }
+            found |= dict.fromkeys((*_plain_files(home / CONFIGS), *_plain_files(home / STRATEGIES)))
+    return [one for one in found if one not in (path.absolute(), path.resolve())]
+
+
+def _plain_files(folder: Path) -> Iterator[Path]:
+    """The files of a folder that are not hidden, sorted; none of a folder that cannot be read, or does not exist."""
+    with suppress(OSError):
+        yield from (one for one in sorted(folder.iterdir()) if not one.name.startswith(".") and one.is_file())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
 from llmconv.argument_checks import OWN, checked, fitted, require_least
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, UsageProblem, short
+from llmconv.files.mirror import WEIGHTS
 from llmconv.files.paths import Written, kind_of
 from llmconv.files.sources import files_under
 from llmconv.generation.completions import TOO_LONG, Completion, CompletionFile, Generation, GenerationCost, Meter
@@ -340,8 +341,8 @@ TUNED = ("adapter", "prefix_tuning", "decode", "tokenizer", "dtype")
 BATCH_SIZE = 8
 WORTH_PACKING = 512  # new tokens of all texts, from which on packing weights saves time
 NEW_TOKENS = 64  # maximum number of new tokens, unless an option or `generation_config.json` gives another
-# files whose size and time show whether a model is still the one that an output file was begun with
-MODEL_FILES = ("*.onnx", "*.safetensors", "config.json", "tokenizer.json")
+# beside graphs and weights, the files whose size and time show whether an output file was begun with the same model
+MODEL_FILES = {"config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"}
 
 
 @dataclass
@@ -416,7 +417,7 @@ class PromptRun:
 
     def _to_file(self, path: Path, overwrite: bool, on_piece: OnPiece | None, streamer: Any) -> None:
         folder = self.model.folder.resolve()
-        files = sorted(path for kind in MODEL_FILES for path in folder.glob(kind))
+        files = [path for path in sorted(folder.iterdir()) if path.is_file() and _is_of_model(path)]
         files += [path for one in self.tuned.values() if one and Path(one).exists() for path in files_under(Path(one))]
         state = {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
         tokens = hashlib.sha256(repr([one.tokens for one in self.encoded]).encode()).hexdigest()  # also of the template
@@ -441,6 +442,11 @@ class PromptRun:
             self.costs.append(cost)
             if self.talks and len(self.encoded) > self.batch_size:
                 say(f"batch {len(self.costs)}: {cost.summary()}")
+
+
+def _is_of_model(file: Path) -> bool:
+    """Whether a file is a graph, or has weights, also those of other exporters' graphs (`model.onnx_data`)."""
+    return file.name in MODEL_FILES or file.suffix in WEIGHTS or ".onnx" in file.name
 
 
 def require_count(count: int, settings: GenerationSettings) -> None:

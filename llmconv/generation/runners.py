@@ -35,7 +35,7 @@ from llmconv.checkpoint import (
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, first_line, word
 from llmconv.files.paths import kind_of, path_of
 from llmconv.files.safe_folder import UNFINISHED, unfinished_folder, user_cache
-from llmconv.files.sources import cached, files_under, is_hub_id, local_path
+from llmconv.files.sources import cached, files_near, files_under, is_hub_id, local_path
 from llmconv.memory import available_memory
 from llmconv.not_a_model_folder import refused_model
 from llmconv.output.manifest import MANIFEST, VISION, graph_entries, read_manifest, single_pass_entries
@@ -468,7 +468,6 @@ def merged_weights(folder: Path, adapter: str | Path) -> Mapping[str, LazyTensor
 
 
 CONFIG, WEIGHTS = "config.json", ".safetensors"
-ABOVE = ("config.json", "generation_config.json", "params.json", "tokenizer.json", "tokenizer_config.json")
 # suffixes of the files beside the weights that a model needs to run
 COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 
@@ -547,13 +546,13 @@ def _training_format(path: Path) -> str:
 def _identity(folder: Path) -> str:
     """A digest of llmconv's version and of all files that the export depends on; of weights no content is read."""
     known = [__version__]
-    # a configuration may lie beside
     near = folder if _is_plain(folder) else folder.resolve().parent if folder.is_file() else None
-    files = [path for path in sorted(near.iterdir()) if path.suffix in (WEIGHTS, *COPIED)] if near else []
-    files += [near / name for name in side_file_names(near) if "/" in name] if near else []  # further chat templates
-    if near != folder:  # formats look for these above a checkpoint, too
-        files += [home / name for home in folder.resolve().parents[:2] for name in ABOVE]
-    for path in [*files, *([] if near == folder else files_under(folder))]:
+    files = [near / name for name in side_file_names(near) if "/" in name] if near else []  # further chat templates
+    if near == folder:
+        files += [path for path in sorted(folder.iterdir()) if path.suffix in (WEIGHTS, ".gguf", *COPIED)]
+    else:
+        files += [*files_near(folder), *files_under(folder)]
+    for path in files:
         if path.is_file():
             found = path.stat()
             known.append(repr((path.name, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)))

@@ -16,7 +16,7 @@
         "versions": {"llmconv": "0.1.0", "onnxruntime": "1.31.0", …},
         "graphs":   {"decode.onnx": "<sha256>", …},
         "weights":  {"model.safetensors": {"bytes": 123, "header_sha256": "…", "sha256": "…"}, …},
-        "configs":  {"config.json": "<sha256>"}                # if it is in the folder
+        "configs":  {"config.json": "<sha256>"}                # with those of modules and clients, if they are there
       }
     }
 
@@ -260,7 +260,7 @@ def _map(
     found = _object(entry.get(name), name)
     if not all(_is_text(key) and fits(value) for key, value in found.items()):
         _refuse_verdict(name)
-    may_nest = ".safetensors" in suffix  # `2_Dense/model.safetensors`, a module after the model
+    may_nest = suffix != ".onnx"  # `2_Dense/model.safetensors` and `2_Dense/config.json`, a module after the model
     if suffix and not all(_is_plain(key, may_nest) and key.endswith(suffix) for key in found):
         _refuse_verdict(name)
     return found

@@ -32,7 +32,7 @@ from llmconv.files.paths import is_address
 from llmconv.files.safe_folder import Link
 from llmconv.files.source_file import checked_reading
 from llmconv.output.local_folder import LocalFolder, SingleFile
-from llmconv.output.manifest import Manifest, file_entry
+from llmconv.output.manifest import Manifest, file_entry, link_entry
 from llmconv.output.plan import Destination, Plan, Shard, UnfinishedOutput
 from llmconv.output.work import (
     TRIES,
@@ -195,7 +195,7 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
     """
     target = destination_of(output)
     if resume and not overwrite and target.is_complete():
-        return _same_as_before(plan, target, steps, sources, adds=bool(more_files))
+        return _same_as_before(plan, target, steps, sources, more_files or {})
     # makes glibc reuse freed row blocks: new pages for each cost a tenth of a run (measured)
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -306,16 +306,25 @@ def _write_shards(plan: Plan, folder: UnfinishedOutput, name: str, sources: Stat
 
 
 def _same_as_before(
-    plan: Plan, output: Destination, steps: Sequence[dict[str, Any]], sources: Sequence[Path], *, adds: bool
+    plan: Plan,
+    output: Destination,
+    steps: Sequence[dict[str, Any]],
+    sources: Sequence[Path],
+    more_files: Mapping[str, bytes | Link],
 ) -> Manifest:
     """The manifest of a complete folder, if this run would make the same one."""
     manifest, made = output.manifest(), output.made_at()
-    changed = [source.name for source in sources if _changed_at(source) > made]
-    config = parse_object((output.read(CONFIG) if adds else None) or b"{}", CONFIG)
+    small = {**plan.small_files, **more_files}
+    changed = [source.name for source in sources if _changed_at(source, is_compared=source.name in small) > made]
+    config = parse_object((output.read(CONFIG) if more_files else None) or b"{}", CONFIG)
     # exported graphs may add fields to the configuration
-    replaced = {CONFIG} if adds and {**config, **json.loads(plan.small_files[CONFIG])} == config else set()
-    small = {name: file_entry(content) for name, content in plan.small_files.items() if name not in replaced}
-    same = manifest.steps == json.loads(json.dumps(list(steps))) and small.items() <= manifest.files.items()
+    if more_files and CONFIG not in more_files and {**config, **json.loads(plan.small_files[CONFIG])} == config:
+        del small[CONFIG]
+    entries = {
+        name: link_entry(content.target) if isinstance(content, Link) else file_entry(content)
+        for name, content in small.items()
+    }
+    same = manifest.steps == json.loads(json.dumps(list(steps))) and entries.items() <= manifest.files.items()
     if changed or not same or not {shard.name for shard in plan.shards} <= manifest.files.keys():
         why = f"`{changed[0]}` has changed since" if changed else "it was made from another input or with other options"
         if not changed and manifest.steps[: len(steps)] == json.loads(json.dumps(list(steps))) != manifest.steps:
@@ -327,13 +336,13 @@ def _same_as_before(
     return replace(manifest, found=True)
 
 
-def _changed_at(source: Path) -> int:
+def _changed_at(source: Path, *, is_compared: bool) -> int:
     """When a source got its content, in ns since 1970.
 
-    Weights that were moved or copied here may be older themselves; of other files the content is compared, too.
+    Files that were moved or copied here may be older themselves, unless what is made of them `is_compared`, too.
     """
     found = source.stat()
-    if mirror.address_of(source) or source.suffix not in WEIGHTS:
+    if mirror.address_of(source) or (is_compared and source.suffix not in WEIGHTS):
         return found.st_mtime_ns
     links = [path.lstat() for path in (source, source.parent) if path.is_symlink()]
     return max(time for each in (found, *links) for time in (each.st_mtime_ns, each.st_ctime_ns))

@@ -40,7 +40,7 @@ from llmconv.convert.models.config_file import YAML_LIMIT
 from llmconv.errors import LlmconvError, OutputFailed
 from llmconv.files.paths import follow_local, is_address, without_credentials
 from llmconv.files.safe_folder import replace_file
-from llmconv.files.sources import PARTIAL, is_hub_id
+from llmconv.files.sources import PARTIAL, files_near, files_under, is_hub_id
 from llmconv.interpreters import child_environment
 from llmconv.output.manifest import MANIFEST, read_manifest
 from llmconv.steps.run_file import RunFile, overlap, taken_for_hub_models
@@ -51,10 +51,6 @@ from llmconv.version import __version__
 Stamps = dict[str, str]
 UNKNOWN = ""
 MANIFEST_STAMP = "manifest"  # of every `llmconv.json`: each command adds to it, and what it lists has stamps of its own
-# suffixes of the files that formats and adapters look for next to the named one
-SIDE_FILES = {".json", ".yaml", ".yml", ".model", ".txt", ".tiktoken", ".jinja", ".ckpt", ".symlink"}
-# what formats look for in the folder above a checkpoint
-ABOVE = {"config.json", "generation_config.json", "params.json", "tokenizer.json", "tokenizer.model"}
 STEPS = re.compile(r"^steps\s*:", re.MULTILINE)
 # what file systems of fsspec call the property that changes with the content
 TAGS = ("ETag", "etag", "e_tag", "md5Hash", "LastModified", "mtime", "last_modified", "created")
@@ -98,17 +94,11 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _read_with(path: Path) -> list[Path]:
-    """The configurations and tokenizers that formats look for next to a path, and in the folder above it."""
-    near = [one for one in _plain(path.parent) if one.suffix in SIDE_FILES and path.is_file()]
-    above = path.parent if path.is_dir() else path.parent.parent
-    far = [one for one in _plain(above) if one.name in ABOVE or one.suffix in (".ckpt", ".symlink")]
-    return [one for one in {*near, *far} if one != path and not _is_run_file(one)]
-
-
-def _plain(folder: Path) -> Iterator[Path]:
-    """The files of a folder that are not hidden; none of a folder that cannot be read."""
-    with suppress(OSError):
-        yield from (one for one in folder.iterdir() if not one.name.startswith(".") and one.is_file())
+    """The other parts of a file, and the configurations and tokenizers that formats look for around a path."""
+    parts: list[Path] = []
+    with suppress(LlmconvError):  # of a missing part; the step itself reports it
+        parts = [one for one in files_under(path) if one != path] if path.is_file() else []
+    return [*parts, *(one for one in files_near(path) if not _is_run_file(one))]
 
 
 def _is_run_file(path: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from llmconv.checkpoint import sentence_files
 from llmconv.compressed.folder import quantize
-from llmconv.convert import apply_delta, extract_delta, merge_lora, to_hf
-from llmconv.errors import MalformedInput
+from llmconv.convert import apply_delta, extract_delta, from_hf, merge_lora, to_hf
+from llmconv.errors import InputRefused, MalformedInput
 from tests.builders.embedding_models import TANH, save_model, save_modules
 
 
@@ -73,3 +74,13 @@ def test_a_module_that_is_a_link_is_refused(model: Path, tmp_path: Path) -> None
     (tmp_path / "1_Pooling").symlink_to(model / "1_Pooling")
     with pytest.raises(MalformedInput, match="is a link"):
         sentence_files(tmp_path)
+
+
+def test_a_gguf_file_of_another_pooling_is_not_resumed(model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    from_hf(folder, tmp_path / "out", to="gguf")
+    from_hf(folder, tmp_path / "out", to="gguf", resume=True)
+    pooling = folder / "1_Pooling/config.json"
+    pooling.write_text(pooling.read_text().replace("lasttoken", "mean"))
+    with pytest.raises(InputRefused, match=r"`config\.json` has changed since"):
+        from_hf(folder, tmp_path / "out", to="gguf", resume=True)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import AutoModel
+from transformers import AutoModel, AutoTokenizer
 
 from llmconv.cli import main
 from llmconv.embedding import Embedder, embed
@@ -88,6 +88,21 @@ def test_a_text_that_is_too_long_is_cut_with_a_warning(
     found = Embedder(tmp_path).encode(["T3 t4 t5"])
     np.testing.assert_allclose(found[0], np.asarray(expected([3, 4])), atol=1e-5)
     assert "longer than 2 tokens" in capfd.readouterr().err
+
+
+def test_a_tokenizer_that_cuts_beginnings_cuts_that_of_a_very_long_text(
+    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for path in folder.iterdir():
+        if path.is_file():
+            (tmp_path / path.name).hardlink_to(path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "truncation_side": "left"}))
+    text = "t3 t4 " * 9000 + "t5"
+    embedder, tokenizer = Embedder(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert embedder.tokens([text]) == [tokenizer(text, truncation=True, max_length=embedder.most)["input_ids"]]
+    assert "were cut at their beginning" in capfd.readouterr().err
 
 
 def test_a_prompt_of_a_reranker_that_is_too_long_is_refused(folder: Path) -> None:

@@ -125,6 +125,30 @@ def test_a_configuration_above_a_checkpoint_belongs_to_it(above: int, tmp_path: 
     assert len(known) == 3
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["run/step/tokenizer.bin", "run/tokenizer.model", "run/configs/model.yml", "run/strategy/ckpt_strategy_rank_0.ckpt"]
+    + ["run/step/model-00002-of-00002.gguf", "run/step/train.yaml", "linked/config.json"],
+)
+def test_what_lies_around_a_checkpoint_belongs_to_it(name: str, tmp_path: Path) -> None:
+    """The other parts of a GGUF file, and what formats look for: next to a link, too."""
+    folder = tmp_path / "run/step"
+    folder.mkdir(parents=True)
+    for number in (1, 2):
+        (folder / f"model-0000{number}-of-00002.gguf").touch()
+    checkpoint = folder / "model-00001-of-00002.gguf"
+    if name.startswith("linked"):
+        (tmp_path / "linked").mkdir()
+        checkpoint = tmp_path / "linked/model.pt"
+        checkpoint.symlink_to(folder / "model-00001-of-00002.gguf")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    known = {_identity(checkpoint)}
+    for content in ("{}", '{"num_attention_heads": 4}'):
+        (tmp_path / name).write_text(content)
+        known.add(_identity(checkpoint))
+    assert len(known) == 3
+
+
 def test_a_checkpoint_that_needs_options_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     torch.save(llama_state(), tmp_path / "plain.pt")

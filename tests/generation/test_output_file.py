@@ -171,6 +171,17 @@ def test_a_changed_image_is_another_prompt(tmp_path: Path) -> None:
         CompletionFile(path, [Prompt("a", images=(image,))], {})
 
 
+@pytest.mark.parametrize("name", ["model.gguf", "decode.onnx_data", "decode.onnx.data", "weights.bin"])
+def test_a_file_of_other_weights_is_not_continued(name: str, chatting: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(chatting, tmp_path / "model"))
+    (folder / name).write_bytes(b"weights")
+    options: dict[str, Any] = {"max_new_tokens": 1, "output_file": tmp_path / "out.jsonl"}
+    generate(folder, ["a"], **options)
+    (folder / name).write_bytes(b"other weights")
+    with pytest.raises(InputRefused, match="was begun with other prompts or options"):
+        generate(folder, ["a"], **options)
+
+
 def test_a_file_is_continued_with_the_same_tokens_and_type_alone(chatting: Path, tmp_path: Path) -> None:
     model, path, chat = TextModel.open(chatting), tmp_path / "out.jsonl", [{"role": "user", "content": "a"}]
     options: dict[str, Any] = {"max_new_tokens": 1, "output_file": path}

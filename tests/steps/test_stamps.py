@@ -56,6 +56,16 @@ def test_those_of_a_file_include_the_configurations_next_to_it(tmp_path: Path) -
     assert stamps(["m.pt"], tmp_path).keys() == {"m.pt"}
 
 
+def test_those_of_a_file_in_parts_are_of_all_parts(tmp_path: Path) -> None:
+    parts = [f"run/model-0000{number}-of-00002.gguf" for number in (1, 2)]
+    (tmp_path / "run").mkdir()
+    (tmp_path / parts[0]).touch()
+    assert stamps(parts[:1], tmp_path, are_read=True).keys() == {parts[0]}  # the step reports what is missing
+    (tmp_path / parts[1]).touch()
+    (tmp_path / "tokenizer.bin").touch()
+    assert stamps(parts[:1], tmp_path, are_read=True).keys() == {*parts, "tokenizer.bin"}
+
+
 @pytest.mark.parametrize("name", ["latest.pt", "latest.pt.symlink"])
 def test_those_of_a_pointer_are_its_own_and_of_the_file_that_it_names(tmp_path: Path, name: str) -> None:
     (tmp_path / "ep1.pt").write_text("x")

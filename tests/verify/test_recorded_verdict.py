@@ -18,12 +18,13 @@ from llmconv.cli import main
 from llmconv.errors import InputRefused, MalformedInput
 from llmconv.export import export
 from llmconv.files.safe_folder import NewEntry, temporary_name
-from llmconv.output.manifest import parse_verdict
+from llmconv.output.manifest import GraphEntry, parse_verdict
+from llmconv.runtime.onnxruntime.session_settings import SessionSettings
 from llmconv.verify import Report, verify
 from llmconv.verify.bisect.replay import VerifiedFolder
 from llmconv.verify.reference.eager import Eager
 from llmconv.verify.results import Check
-from llmconv.verify.run import Judged, recording
+from llmconv.verify.run import Judged, _verdict, recording
 from tests.builders.mutants.mutants import MUTANTS
 
 Tiny = Callable[[str], Path]
@@ -84,6 +85,27 @@ def test_a_compared_sha256_of_the_weights_is_recorded(folder: Path, tmp_path: Pa
     verify(tmp_path / "out", scenario=ONE)
     found = manifest_of(tmp_path / "out")["verified"]["weights"]["model.safetensors"]
     assert found["sha256"] == digest(tmp_path / "out" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("role", "name"),
+    [("decode", "config.json"), ("decode", "genai_config.json"), ("decode", "generation_config.json")]
+    + [("embed", "modules.json"), ("embed", "1_Pooling/config.json")],
+)
+def test_configurations_that_were_compared_are_judged_files(role: str, name: str, tmp_path: Path) -> None:
+    """With the modules after an embedding model, and what GenAI reads."""
+    (tmp_path / "1_Pooling").mkdir()
+    for file in ("config.json", "genai_config.json", "generation_config.json", "1_Pooling/config.json", "model.onnx"):
+        (tmp_path / file).write_text("{}")
+    (tmp_path / "modules.json").write_text(
+        '[{"type": "x.Pooling", "path": "1_Pooling"}, {"type": "Normalize", "path": ".."}]'
+    )
+    judged = Judged.of_graphs(VerifiedFolder(tmp_path, [GraphEntry(role, ("model.onnx",))], {}, SessionSettings()))
+    recorded = _verdict(Report("x", "x", "quick"), tmp_path, (), judged.graphs, {}, judged.configs)
+    found = parse_verdict(json.loads(json.dumps(recorded.as_dict())))
+    assert found.changed_files(tmp_path) == [] and name in found.configs and "../config.json" not in found.configs
+    (tmp_path / name).write_text("[]")
+    assert found.changed_files(tmp_path) == [name]
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from tests.builders.dcp_folders import save as save_dcp
 from tests.builders.lora_models import State, assert_equal, causal_lm, shake
 from tests.builders.zero_saves import save_zero_2
 
+CONFIG = "adapter_config.json"
 FIELDS: dict[str, Any] = {
     "vocab_size": 24,
     "hidden_size": 16,
@@ -90,6 +91,16 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def test_the_adapter_is_merged_into_the_base_that_is_saved_with_it(run: Path, tmp_path: Path) -> None:
     to_hf(run, tmp_path / "out", config=[tmp_path / "base/config.json"])
     assert_equal(tmp_path / "out", load_file(tmp_path / "exact/model.safetensors"))
+
+
+def test_a_merge_with_another_scale_is_not_resumed(run: Path, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"config": [tmp_path / "base/config.json"], "resume": True}
+    to_hf(run, tmp_path / "out", **given)
+    to_hf(run, tmp_path / "out", **given)
+    settings = next(one for one in (run / CONFIG, run.parent / CONFIG, run.parent.parent / CONFIG) if one.is_file())
+    settings.write_text(settings.read_text().replace('"lora_alpha": ', '"lora_alpha": 1'))
+    with pytest.raises(InputRefused, match="`adapter_config.json` has changed since"):
+        to_hf(run, tmp_path / "out", **given)
 
 
 def test_the_run_is_no_second_model_next_to_itself(run: Path, tmp_path: Path) -> None:
