@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,8 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     kept = dtype == "keep" and (checkpoint.format == "hf" or "quantization_config" in checkpoint.config)
     checkpoint = with_stated_type(checkpoint) if kept and checkpoint.dequantized else checkpoint
     plan = plan_checkpoint(checkpoint if kept else with_cast(checkpoint, dtype), size)
+    files = [path / "config.json" if path.is_dir() else path for path in configs]
+    plan = replace(plan, measured=_digest(*files, *checkpoint.settings))
     place = output_place(output)
     check_output(plan, place, overwrite, [path for path in (checkpoint.path, base) if path], resume=resume, work=work)
     paths = (("tokenizer", words), ("base", base), ("strategy", strategy))
@@ -112,17 +115,17 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     given |= {"config": [path.name for path in configs] or None}
     if dry_run:
         return plan
-    steps = [step("to-hf", checkpoint.path, format=checkpoint.format, strategy_sha256=_digest(strategy), **given)]
+    digest = _digest(strategy) if strategy else None
+    steps = [step("to-hf", checkpoint.path, format=checkpoint.format, strategy_sha256=digest, **given)]
     sources = [file for path in (checkpoint.path, base) if path for file in files_under(path, local_only(place))]
     asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
     return done_by(work, plan, write_checkpoint(plan, place, steps=steps, sources=sources, **asked).found)
 
 
-def _digest(strategy: Path | None) -> str | None:
-    """A hash of the content of a strategy's files, which say how tensors are joined; None without one."""
-    if strategy is None:
-        return None
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files_under(strategy))).hexdigest()
+def _digest(*paths: Path) -> str:
+    """A hash of the content of files, and of those in folders, that say how tensors are read; empty without any."""
+    files = [file for path in paths for file in files_under(path)]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() if paths else ""
 
 
 def _require_no_codes(checkpoint: Checkpoint, dtype: str) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -468,7 +470,13 @@ def merged_weights(folder: Path, adapter: str | Path) -> Mapping[str, LazyTensor
 
 
 CONFIG, WEIGHTS = "config.json", ".safetensors"
-ABOVE = ("config.json", "generation_config.json", "params.json", "tokenizer.json", "tokenizer_config.json")
+# names of settings and tokenizers that formats look for beside a checkpoint and above it, in folders of these names
+ABOVE = re.compile(
+    r".*(?:config|params|token|vocab|merges|spiece|bpe|chat_template|strategy).*"
+    r"\.(?:json|model|bin|txt|jinja|tiktoken|ckpt)|.*\.ya?ml"
+)
+HOMES = ("", "configs", "strategy")
+LIBRARIES = ("transformers", "torch", "onnx", "onnx-ir")  # that decide what an export contains
 # suffixes of the files beside the weights that a model needs to run
 COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 
@@ -545,19 +553,28 @@ def _training_format(path: Path) -> str:
 
 
 def _identity(folder: Path) -> str:
-    """A digest of llmconv's version and of all files that the export depends on; of weights no content is read."""
-    known = [__version__]
+    """A digest of the versions and of all files that the export depends on; of weights no content is read."""
+    known = [__version__, *(f"{name} {_version(name)}" for name in LIBRARIES)]
     # a configuration may lie beside
     near = folder if _is_plain(folder) else folder.resolve().parent if folder.is_file() else None
     files = [path for path in sorted(near.iterdir()) if path.suffix in (WEIGHTS, *COPIED)] if near else []
     files += [near / name for name in side_file_names(near) if "/" in name] if near else []  # further chat templates
     if near != folder:  # formats look for these above a checkpoint, too
-        files += [home / name for home in folder.resolve().parents[:2] for name in ABOVE]
+        homes = [above / name for above in folder.resolve().parents[:2] for name in HOMES]
+        files += [
+            path for home in homes if home.is_dir() for path in sorted(home.iterdir()) if ABOVE.fullmatch(path.name)
+        ]
     for path in [*files, *([] if near == folder else files_under(folder))]:
         if path.is_file():
             found = path.stat()
             known.append(repr((path.name, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)))
     return hashlib.sha256("\n".join(known).encode()).hexdigest()[:16]
+
+
+def _version(package: str) -> str:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return ""
 
 
 def _export(folder: Path, made: Path) -> None:

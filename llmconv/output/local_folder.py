@@ -110,9 +110,6 @@ class LocalFolder(Destination):
         path = self.address / name
         return path.read_bytes() if path.is_file() else None
 
-    def made_at(self) -> int:
-        return (self.address / MANIFEST).stat().st_mtime_ns
-
     def begin(self, key: str, files: Sequence[str], *, overwrite: bool, resume: bool) -> StagedFolder:
         return StagedFolder(self.address, key=key, overwrite=overwrite, resume=resume)
 

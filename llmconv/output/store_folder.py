@@ -163,10 +163,6 @@ class StoreFolder(Destination):
     def read(self, name: str) -> bytes | None:
         return self.store.read(name, SMALL)
 
-    def made_at(self) -> int:
-        head = self.store.head(MANIFEST)
-        return head.modified if head else 0
-
     def begin(self, key: str, files: Sequence[str], *, overwrite: bool, resume: bool) -> UnfinishedObjects:
         return UnfinishedObjects(self, key, files, overwrite=overwrite, joins=resume)
 

@@ -33,7 +33,7 @@ from llmconv.files.safe_folder import Link
 from llmconv.files.source_file import checked_reading
 from llmconv.output.local_folder import LocalFolder, SingleFile
 from llmconv.output.manifest import Manifest, file_entry
-from llmconv.output.plan import Destination, Plan, Shard, UnfinishedOutput
+from llmconv.output.plan import Destination, Plan, Shard, ShardContent, UnfinishedOutput
 from llmconv.output.work import (
     TRIES,
     Answer,
@@ -195,7 +195,7 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
     """
     target = destination_of(output)
     if resume and not overwrite and target.is_complete():
-        return _same_as_before(plan, target, steps, sources, adds=bool(more_files))
+        return _same_as_before(plan, target, steps, more_files or {}, work)
     # makes glibc reuse freed row blocks: new pages for each cost a tenth of a run (measured)
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
@@ -306,20 +306,28 @@ def _write_shards(plan: Plan, folder: UnfinishedOutput, name: str, sources: Stat
 
 
 def _same_as_before(
-    plan: Plan, output: Destination, steps: Sequence[dict[str, Any]], sources: Sequence[Path], *, adds: bool
+    plan: Plan,
+    output: Destination,
+    steps: Sequence[dict[str, Any]],
+    more: Mapping[str, bytes | Link],
+    work: Work | None,
 ) -> Manifest:
-    """The manifest of a complete folder, if this run would make the same one."""
-    manifest, made = output.manifest(), output.made_at()
-    changed = [source.name for source in sources if _changed_at(source) > made]
-    config = parse_object((output.read(CONFIG) if adds else None) or b"{}", CONFIG)
+    """The manifest of a complete folder, if this run would make the same one.
+
+    The shards are computed again and compared by their sha256: the manifest has no place and no time of its inputs, and
+    another checkpoint may have the same name and an older file. Of a part only its own are.
+    """
+    manifest = output.manifest()
+    config = parse_object((output.read(CONFIG) if more else None) or b"{}", CONFIG)
     # exported graphs may add fields to the configuration
-    replaced = {CONFIG} if adds and {**config, **json.loads(plan.small_files[CONFIG])} == config else set()
+    replaced = {CONFIG} if more and {**config, **json.loads(plan.small_files[CONFIG])} == config else set()
     small = {name: file_entry(content) for name, content in plan.small_files.items() if name not in replaced}
-    same = manifest.steps == json.loads(json.dumps(list(steps))) and small.items() <= manifest.files.items()
-    if changed or not same or not {shard.name for shard in plan.shards} <= manifest.files.keys():
-        why = f"`{changed[0]}` has changed since" if changed else "it was made from another input or with other options"
-        if not changed and manifest.steps[: len(steps)] == json.loads(json.dumps(list(steps))) != manifest.steps:
-            why = f"`{manifest.steps[-1].get('command')}` has changed it since"
+    given, before = json.loads(json.dumps(list(steps))), manifest.steps
+    same = before == given and small.items() <= manifest.files.items()
+    if not (same and _has_shards(plan, output, manifest, work)):
+        why = "it was made from another input or with other options"
+        if before[: len(given)] == given != before:
+            why = f"`{before[-1].get('command')}` has changed it since"
         problem = f"`{output}` is complete, but {why}"
         raise InputRefused(problem, hint="choose another `-o`, or give `--overwrite` to make it again")
     output.tidy()
@@ -327,16 +335,38 @@ def _same_as_before(
     return replace(manifest, found=True)
 
 
-def _changed_at(source: Path) -> int:
-    """When a source got its content, in ns since 1970.
+def _has_shards(plan: Plan, output: Destination, manifest: Manifest, work: Work | None) -> bool:
+    """Whether a complete folder has the planned shards; of a part those that it would write."""
+    if not {shard.name for shard in plan.shards} <= manifest.files.keys():
+        return False
+    if isinstance(work, Shards):  # the first process has compared them
+        return True
+    mine = work.chosen(plan.shards) if isinstance(work, Part) else {shard.name for shard in plan.shards}
+    shards = [shard for shard in plan.shards if shard.name in mine]
+    with (
+        bytes_bar(f"comparing {output.name}", sum(shard.nbytes for shard in shards)) as advance,
+        checked_reading() as it,
+    ):
+        for shard in shards:
+            # a clone was not read when it was made
+            made = manifest.files[shard.name].get("sha256") or _sha256(output.address / shard.name)
+            if shard.copy_of:
+                found = _sha256(shard.copy_of)
+                advance(shard.nbytes)
+            else:
+                content = ShardContent(shard)
+                for block in content.blocks():
+                    advance(len(block))
+                found = content.entry["sha256"]
+            if found != made:
+                return False
+            it.finish()
+    return True
 
-    Weights that were moved or copied here may be older themselves; of other files the content is compared, too.
-    """
-    found = source.stat()
-    if mirror.address_of(source) or source.suffix not in WEIGHTS:
-        return found.st_mtime_ns
-    links = [path.lstat() for path in (source, source.parent) if path.is_symlink()]
-    return max(time for each in (found, *links) for time in (each.st_mtime_ns, each.st_ctime_ns))
+
+def _sha256(path: Path) -> str:
+    with source_file.open_source(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_output(
