@@ -10,7 +10,7 @@ from typing import Any
 
 from llmconv.argument_checks import checked, require_choice
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.models.config_file import OPTION, TrustedCode
+from llmconv.convert.models.config_file import OPTION, TrustedCode, config_file
 from llmconv.convert.models.head_and_dtype import check_dtype, settled, with_cast, with_stated_type
 from llmconv.convert.opening import open_training
 from llmconv.convert.tokenizers import beyond_rows
@@ -104,28 +104,24 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     kept = dtype == "keep" and (checkpoint.format == "hf" or "quantization_config" in checkpoint.config)
     checkpoint = with_stated_type(checkpoint) if kept and checkpoint.dequantized else checkpoint
     plan = plan_checkpoint(checkpoint if kept else with_cast(checkpoint, dtype), size)
-    files = [path / "config.json" if path.is_dir() else path for path in configs]
-    plan = replace(plan, measured=_digest(*files, *checkpoint.settings))
+    plan = replace(plan, measured=_digest(*map(config_file, configs), *checkpoint.settings))
     place = output_place(output)
     check_output(plan, place, overwrite, [path for path in (checkpoint.path, base) if path], resume=resume, work=work)
-    paths = (("tokenizer", words), ("base", base), ("strategy", strategy))
+    paths = (("tokenizer", words), ("base", base), ("strategy", strategy), ("code", own_code and own_code.given))
     named = {name: source_name(path) if path else None for name, path in paths}
-    named |= {"code": source_name(own_code.given) if own_code and own_code.given else None}
     given = {**options, **named, OPTION: trust_remote_code, "dtype": dtype}
     given |= {"config": [path.name for path in configs] or None}
     if dry_run:
         return plan
-    digest = _digest(strategy) if strategy else None
-    steps = [step("to-hf", checkpoint.path, format=checkpoint.format, strategy_sha256=digest, **given)]
+    steps = [step("to-hf", checkpoint.path, format=checkpoint.format, **given)]
     sources = [file for path in (checkpoint.path, base) if path for file in files_under(path, local_only(place))]
     asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
     return done_by(work, plan, write_checkpoint(plan, place, steps=steps, sources=sources, **asked).found)
 
 
-def _digest(*paths: Path) -> str:
-    """A hash of the content of files, and of those in folders, that say how tensors are read; empty without any."""
-    files = [file for path in paths for file in files_under(path)]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() if paths else ""
+def _digest(*files: Path) -> str:
+    """A hash of the content of files that say how tensors are read; empty without any."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() if files else ""
 
 
 def _require_no_codes(checkpoint: Checkpoint, dtype: str) -> None:
