@@ -259,6 +259,21 @@ def test_a_complete_output_is_not_that_of_an_older_model_in_the_place_of_its_sou
         to_hf(source, tmp_path / "out", dtype="float16", resume=True)
 
 
+def test_parts_of_two_models_with_equal_names_sizes_and_times_are_not_mixed(tmp_path: Path) -> None:
+    """As in two archives whose files all have one time."""
+    one, other = (save_model(tmp_path / name / "model", LLAMA) for name in ("one", "other"))
+    weights = other / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    for file in (*one.iterdir(), *other.iterdir()):
+        os.utime(file, (10**9, 10**9))
+    for number, model in enumerate((one, other)):
+        to_hf(model, tmp_path / "out", max_shard_size=SIZE, work=Part(number, 2))
+    with pytest.raises(OutputFailed, match="are missing"):
+        to_hf(other, tmp_path / "out", max_shard_size=SIZE, work=Finish())
+
+
 def test_a_complete_output_is_that_of_an_equal_source_of_any_age(tmp_path: Path) -> None:
     source = save_model(tmp_path / "model", LLAMA)
     to_hf(source, tmp_path / "out", dtype="float16")
