@@ -400,9 +400,8 @@ class SharedFolder(StagedFolder):
 
 
 def signature(path: Path) -> list[int]:
-    """What identifies a file of this machine: device, inode, size, and times of change in ns."""
-    found = path.stat()
-    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    """`version_of` a file, as JSON has it."""
+    return [*source_file.version_of(path.stat())]
 
 
 def _journal(name: str) -> str:
