@@ -24,7 +24,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from llmconv.addresses import HubAddress, StoreAddress
-from llmconv.checkpoint import parse_object
 from llmconv.errors import KEPT, InputRefused, OutputFailed, UnsupportedInput, UsageProblem, as_fields
 from llmconv.files import mirror, source_file
 from llmconv.files.mirror import WEIGHTS
@@ -32,8 +31,8 @@ from llmconv.files.paths import is_address
 from llmconv.files.safe_folder import Link
 from llmconv.files.source_file import checked_reading
 from llmconv.output.local_folder import LocalFolder, SingleFile
-from llmconv.output.manifest import Manifest, file_entry
-from llmconv.output.plan import Destination, Plan, Shard, ShardContent, UnfinishedOutput
+from llmconv.output.manifest import Manifest, file_entry, link_entry
+from llmconv.output.plan import Destination, Plan, Shard, ShardContent, UnfinishedOutput, failing_safely
 from llmconv.output.work import (
     TRIES,
     Answer,
@@ -318,14 +317,15 @@ def _same_as_before(
     another checkpoint may have the same name and an older file. Of a part only its own are.
     """
     manifest = output.manifest()
-    config = parse_object((output.read(CONFIG) if more else None) or b"{}", CONFIG)
-    # exported graphs may add fields to the configuration
-    replaced = {CONFIG} if more and {**config, **json.loads(plan.small_files[CONFIG])} == config else set()
-    small = {name: file_entry(content) for name, content in plan.small_files.items() if name not in replaced}
+    small = {
+        name: file_entry(content) if isinstance(content, bytes) else link_entry(content.target)
+        for name, content in {**plan.small_files, **more}.items()
+    }
     given, before = json.loads(json.dumps(list(steps))), manifest.steps
     same = before == given and small.items() <= manifest.files.items()
-    if not (same and _has_shards(plan, output, manifest, work)):
-        why = "it was made from another input or with other options"
+    other = _other_shard(plan, output, manifest, work) if same else ""
+    if other or not same:
+        why = "it was made from another input or with other options" + (f": `{other}` would differ" if other else "")
         if before[: len(given)] == given != before:
             why = f"`{before[-1].get('command')}` has changed it since"
         problem = f"`{output}` is complete, but {why}"
@@ -335,17 +335,18 @@ def _same_as_before(
     return replace(manifest, found=True)
 
 
-def _has_shards(plan: Plan, output: Destination, manifest: Manifest, work: Work | None) -> bool:
-    """Whether a complete folder has the planned shards; of a part those that it would write."""
-    if not {shard.name for shard in plan.shards} <= manifest.files.keys():
-        return False
+def _other_shard(plan: Plan, output: Destination, manifest: Manifest, work: Work | None) -> str:
+    """The first planned shard that a complete folder has otherwise, or not at all; of a part's own; empty if none."""
+    if missing := [shard.name for shard in plan.shards if shard.name not in manifest.files]:
+        return missing[0]
     if isinstance(work, Shards):  # the first process has compared them
-        return True
+        return ""
     mine = work.chosen(plan.shards) if isinstance(work, Part) else {shard.name for shard in plan.shards}
     shards = [shard for shard in plan.shards if shard.name in mine]
     with (
         bytes_bar(f"comparing {output.name}", sum(shard.nbytes for shard in shards)) as advance,
-        checked_reading() as it,
+        checked_reading() as checks,
+        failing_safely(),
     ):
         for shard in shards:
             # a clone was not read when it was made
@@ -358,10 +359,10 @@ def _has_shards(plan: Plan, output: Destination, manifest: Manifest, work: Work 
                 for block in content.blocks():
                     advance(len(block))
                 found = content.entry["sha256"]
+            checks.finish()
             if found != made:
-                return False
-            it.finish()
-    return True
+                return shard.name
+    return ""
 
 
 def _sha256(path: Path) -> str:
