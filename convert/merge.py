@@ -115,14 +115,16 @@ def merge_lora(
     opened = open_adapters(paths, options["initial_adapters"], checkpoint, options["alpha"])
     recipe = recipe_of(options, opened)
     merge = plan_merge(checkpoint, opened, recipe)
-    used = [_identity(adapter) for adapter in opened]
-    warn_all((*warn_of_origin(checkpoint, opened, str(base)), *_again(checkpoint, used, recipe), *merge.warnings))
+    used = [identity(adapter) for adapter in opened]
+    warn_all(
+        (*warn_of_origin(checkpoint, opened, str(base)), *_again(checkpoint, opened, used, recipe), *merge.warnings)
+    )
     inputs = [checkpoint.path, *map(Path, paths), *(file for item in opened for file in item.weights)]
     place = output_place(output)
     check_output(merge.plan, place, overwrite, inputs, resume=resume, work=work)
     if not dry_run:
         # inputs with their sha256, and options that are not the default
-        initial = [_identity(adapter.initial) if adapter.initial else None for adapter in opened]
+        initial = [identity(adapter.initial) if adapter.initial else None for adapter in opened]
         given = recipe.provenance() | ({"initial_adapters": initial} if any(initial) else {})
         made = step("merge-lora", checkpoint.path.absolute(), adapters=used, alpha=options["alpha"], **given)
         steps = [*steps_of_weights(checkpoint.path), made]
@@ -183,8 +185,13 @@ def _require_possible(options: MergeOptions, output: Place, *, check: bool, dry_
         raise UsageProblem(problem, hint="leave out `--check`; how much of the update survives is reported anyway")
 
 
-def _again(base: Checkpoint, used: Sequence[Mapping[str, str]], recipe: Recipe) -> Iterator[str]:
-    """Warnings about adapters given twice, already merged into the base, or merged with weight 0."""
+def _again(
+    base: Checkpoint, adapters: Sequence[Adapter], used: Sequence[Mapping[str, str]], recipe: Recipe
+) -> Iterator[str]:
+    """Warnings about adapters given twice, already merged into the base, or merged with weight 0.
+
+    `used` are their identities.
+    """
     options = [done.get("options") for done in steps_of_weights(base.path)]
     steps = [one.get("adapters") for one in options if isinstance(one, Mapping)]
     lists = [adapters for adapters in steps if isinstance(adapters, list)]
@@ -194,13 +201,14 @@ def _again(base: Checkpoint, used: Sequence[Mapping[str, str]], recipe: Recipe) 
             yield f"the adapter `{adapter['name']}` is given twice and is added twice"
         if adapter["sha256"] in merged:
             yield f"the adapter `{adapter['name']}` is already merged into `{base.path.name}` and is added again"
-        if recipe.weights[at] == 0:
+        if recipe.weights[at] == 0 and not (adapters[at].whole or adapters[at].tokens):  # of which `Edits` tells
             elects = METHODS[recipe.combination.method].elects  # before the weights, as PEFT does
             effect = "counts only where signs are elected" if elects else "changes nothing"
             yield f"the adapter `{adapter['name']}` has weight 0 and {effect}"
 
 
-def _identity(adapter: Adapter) -> dict[str, str]:
+def identity(adapter: Adapter) -> dict[str, str]:
+    """The name of an adapter, and hashes of its weights and of its settings."""
     settings = [adapter.settings] if adapter.settings not in adapter.weights else []
     return {"name": adapter.name, "sha256": sha256_of(adapter.weights), "config_sha256": sha256_of(settings)}
 

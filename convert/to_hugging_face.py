@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from llmconv.argument_checks import checked, require_choice
 from llmconv.checkpoint import Checkpoint
-from llmconv.convert.models.config_file import OPTION, TrustedCode
+from llmconv.convert.models.config_file import OPTION, TrustedCode, config_file
 from llmconv.convert.models.head_and_dtype import check_dtype, settled, with_cast, with_stated_type
 from llmconv.convert.opening import open_training
 from llmconv.convert.tokenizers import beyond_rows
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.files.paths import Placed, is_address, local_only, output_place
-from llmconv.files.sources import fetches, files_of_weights, files_under, local_path, source_name
+from llmconv.files.sources import fetches, files_of_weights, local_path, source_name
 from llmconv.output.manifest import step
 from llmconv.output.plan import DEFAULT_SIZE, Plan, plan_checkpoint, require_shard_size
 from llmconv.output.work import Work, done_by, repeatable, require_possible
@@ -103,26 +104,24 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     kept = dtype == "keep" and (checkpoint.format == "hf" or "quantization_config" in checkpoint.config)
     checkpoint = with_stated_type(checkpoint) if kept and checkpoint.dequantized else checkpoint
     plan = plan_checkpoint(checkpoint if kept else with_cast(checkpoint, dtype), size)
+    plan = replace(plan, measured=_digest(*map(config_file, configs), *checkpoint.settings))
     place = output_place(output)
     check_output(plan, place, overwrite, [path for path in (checkpoint.path, base) if path], resume=resume, work=work)
-    paths = (("tokenizer", words), ("base", base), ("strategy", strategy))
+    paths = (("tokenizer", words), ("base", base), ("strategy", strategy), ("code", own_code and own_code.given))
     named = {name: source_name(path) if path else None for name, path in paths}
-    named |= {"code": source_name(own_code.given) if own_code and own_code.given else None}
     given = {**options, **named, OPTION: trust_remote_code, "dtype": dtype}
     given |= {"config": [path.name for path in configs] or None}
     if dry_run:
         return plan
-    steps = [step("to-hf", checkpoint.path, format=checkpoint.format, strategy_sha256=_digest(strategy), **given)]
+    steps = [step("to-hf", checkpoint.path, format=checkpoint.format, **given)]
     sources = [file for path in (checkpoint.path, base) if path for file in files_of_weights(path, local_only(place))]
     asked: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "work": work}
     return done_by(work, plan, write_checkpoint(plan, place, steps=steps, sources=sources, **asked).found)
 
 
-def _digest(strategy: Path | None) -> str | None:
-    """A hash of the content of a strategy's files, which say how tensors are joined; None without one."""
-    if strategy is None:
-        return None
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files_under(strategy))).hexdigest()
+def _digest(*files: Path) -> str:
+    """A hash of the content of files that say how tensors are read; empty without any."""
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() if files else ""
 
 
 def _require_no_codes(checkpoint: Checkpoint, dtype: str) -> None:

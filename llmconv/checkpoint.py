@@ -70,6 +70,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
     files: Mapping[str, str] = field(default_factory=dict)
     # names of tensors that are the values of codes, in float32 and not yet rounded
     dequantized: frozenset[str] = frozenset()
+    # files outside of `path` on which values depend, and not only the `config`, such as a run's YAML with `lora_alpha`
+    settings: tuple[Path, ...] = ()
 
     def __getitem__(self, name: str) -> LazyTensor:
         return self.tensors[name]

@@ -90,11 +90,16 @@ YAML_DEPTH = 100
 YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
+def config_file(path: Path) -> Path:
+    """The file of a `--config`, which may be a folder."""
+    return path / "config.json" if path.is_dir() else path
+
+
 def merged_configs(paths: tuple[Path, ...]) -> dict[str, Any]:
     """The JSON or YAML objects of `paths`, merged; later ones take precedence. InputRefused if one is missing."""
     merged: dict[str, Any] = {}
     for path in paths:
-        file = path / "config.json" if path.is_dir() else path
+        file = config_file(path)
         if not file.is_file():
             raise InputRefused(f"there is no configuration at `{path}`", hint="give a JSON file, or a folder with one")
         merged |= read_config_file(file)

@@ -30,7 +30,7 @@ from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.files.pickle_machine import Stub
 from llmconv.files.pickle_reader import RANK_LIMIT, Global, TensorRef, read_pickle
 from llmconv.files.safetensors_file import Header
-from llmconv.files.source_file import open_source
+from llmconv.files.source_file import Version, open_source, version_of
 from llmconv.files.torch_reader import TorchFile, open_torch_blob
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
 
@@ -89,11 +89,11 @@ def read_metadata(folder: Path) -> tuple[dict[KeyPath, StoredItem], str]:
     stat = (folder / FILE).stat()
     if stat.st_size > SIZE_LIMIT:
         refuse(folder, f"has a `{FILE}` of {stat.st_size} bytes, over the limit of {SIZE_LIMIT}")
-    return _read(folder, stat.st_size, stat.st_mtime_ns)
+    return _read(folder, version_of(stat))
 
 
 @lru_cache(maxsize=4)
-def _read(folder: Path, _size: int, _changed: int) -> tuple[dict[KeyPath, StoredItem], str]:
+def _read(folder: Path, _version: Version) -> tuple[dict[KeyPath, StoredItem], str]:
     """Cached, because a folder is read for detection and again when it is opened."""
     whole = read_pickle((folder / FILE).read_bytes(), FILE)
     if isinstance(whole, Stub) and str(whole.function) == MEGATRON_METADATA:
@@ -382,8 +382,8 @@ class DistributedFolder:
     def _blob(self, location: BlobLocation) -> TorchFile:
         return _opened(self.path / location.file, location.start, location.length, self._check(location))
 
-    def _check(self, location: BlobLocation) -> int:
-        """Refuses, as `tensor`, a compressed blob or one outside its file; returns the file's modification time."""
+    def _check(self, location: BlobLocation) -> Version:
+        """Refuses, as `tensor`, a compressed blob or one outside its file; returns the file's version."""
         if location.transforms:
             raise UnsupportedInput(
                 f"`{self.path.name}` was saved with the extension {shown(location.transforms[0])}",
@@ -400,11 +400,11 @@ class DistributedFolder:
                 f"`{location.file}` ends at byte {stat.st_size}, an item in it at {location.start + location.length}",
                 hint="the file is truncated or belongs to another save; copy the folder again",
             )
-        return stat.st_mtime_ns
+        return version_of(stat)
 
 
 @lru_cache(maxsize=1024)
-def _opened(path: Path, start: int, length: int, _changed: int) -> TorchFile:
+def _opened(path: Path, start: int, length: int, _version: Version) -> TorchFile:
     """Cached, because rows of a chunk are read block by block."""
     return open_torch_blob(path, start, length)
 

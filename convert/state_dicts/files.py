@@ -23,6 +23,7 @@ from llmconv.errors import InputRefused, LlmconvError, MalformedInput, Unsupport
 from llmconv.files.pickle_machine import Stub
 from llmconv.files.pickle_reader import TensorRef
 from llmconv.files.safetensors_file import FileTensor, Header, read_header
+from llmconv.files.source_file import Version, version_of
 from llmconv.files.torch_reader import is_torch_file, open_torch_file
 from llmconv.not_a_model_folder import training_file_kind
 from llmconv.tensors import LazyTensor
@@ -399,12 +400,11 @@ def open_safetensors(path: Path) -> dict[str, LazyTensor]:
 
 def header_of(path: Path) -> Header:
     """The header of a file, with a cache, since several formats read it; errors as in `read_header`."""
-    found = path.stat()
-    return _header(path, found.st_size, found.st_mtime_ns)
+    return _header(path, version_of(path.stat()))
 
 
 @lru_cache(maxsize=2)
-def _header(path: Path, _size: int, _changed: int) -> Header:
+def _header(path: Path, _version: Version) -> Header:
     return read_header(path)
 
 

@@ -5,6 +5,7 @@ Scales are written in the file's type so that none overflows, and a matrix of sm
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from llmconv.export.quantization.block_rounding import (
     block_values,
     pack,
 )
+from llmconv.output.plan import failing_safely
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, in_memory
 
 MOST_LOST = 1 / 16
@@ -331,7 +333,10 @@ class RoundedCodes:
 
 
 class Scratch:
-    """An unnamed file, open for reading and writing, which the system removes with the process."""
+    """An unnamed file, open for reading and writing, which the system removes with the process.
+
+    Its methods raise OutputFailed for a full disk.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._end = file, 0
@@ -354,5 +359,8 @@ class Scratch:
     def _array(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         start = -(-self._end // 8) * 8
         self._end = start + prod(shape) * dtype.itemsize
-        self._file.truncate(self._end)
+        with failing_safely():
+            self._file.truncate(self._end)
+            if hasattr(os, "posix_fallocate"):  # a write to a mapped page that the disk has no room for is a SIGBUS
+                os.posix_fallocate(self._file.fileno(), start, self._end - start)
         return np.memmap(self._file, dtype, "r+", start, shape)

@@ -194,15 +194,13 @@ def opened(
         checkpoint = replace(checkpoint, tensors=released(checkpoint.tensors, checkpoint.config))
     if not adapters:
         return checkpoint, []
-    from llmconv.convert.adapters.combining import DEFAULTS, recipe_of, sha256_of  # noqa: PLC0415 - most models have no adapter
-    from llmconv.convert.merge import plan_merge  # noqa: PLC0415
+    from llmconv.convert.adapters.combining import DEFAULTS, recipe_of  # noqa: PLC0415 - most models have no adapter
+    from llmconv.convert.merge import identity, plan_merge  # noqa: PLC0415
     from llmconv.convert.opening_adapters import open_adapters  # noqa: PLC0415
 
     found = open_adapters(adapters, (), checkpoint, None)
     merge = plan_merge(checkpoint, found, recipe_of(DEFAULTS, found))
-    return replace(merge.plan.checkpoint, warnings=merge.warnings), [
-        {"name": one.name, "sha256": sha256_of(one.weights)} for one in found
-    ]
+    return replace(merge.plan.checkpoint, warnings=merge.warnings), [identity(one) for one in found]
 
 
 def plan_quantized(source: Checkpoint, scheme: Scheme, exclude: Sequence[str] = ()) -> tuple[Selected, Checkpoint]:

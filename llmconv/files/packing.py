@@ -40,7 +40,7 @@ from typing import Any, BinaryIO, Protocol
 
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, word
 from llmconv.files.safe_folder import make_temporary_folder, remove_temporary_folder
-from llmconv.files.source_file import open_source
+from llmconv.files.source_file import Version, open_source, version_of
 from llmconv.progress import bytes_bar
 
 HEAD = 32  # bytes that contain the part of a frame's header read here
@@ -226,12 +226,11 @@ def unpacked(path: Path) -> Path:
     """
     if not path.is_file():
         return path
-    stat = path.stat()
-    return _unpacked(path.absolute(), stat.st_size, stat.st_mtime_ns) or path
+    return _unpacked(path.absolute(), version_of(path.stat())) or path
 
 
 @cache
-def _unpacked(path: Path, size: int, _changed: int) -> Path | None:
+def _unpacked(path: Path, _version: Version) -> Path | None:
     with open_source(path) as file:
         codec = find_codec(file, path)
         file.seek(0)

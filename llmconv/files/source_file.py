@@ -259,6 +259,14 @@ def checked_reading() -> Iterator[PendingChecksums]:
         _current.reset(token)
 
 
+Version = tuple[int, ...]
+
+
+def version_of(found: os.stat_result) -> Version:
+    """What identifies the content of a file of this machine: device, inode, size, and times of change in ns."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
 def combine(first: int, second: int, second_size: int) -> int:
     """The CRC-32 of the concatenation of two byte strings, from their CRC-32 and the bytes of the second."""
     return _multiply(first, _shift(second_size)) ^ second

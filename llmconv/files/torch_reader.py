@@ -33,7 +33,16 @@ from llmconv.files.paths import refuse_git_lfs
 from llmconv.files.pickle_machine import COPY_AGAIN, NAME_LIMIT, PickleHooks, PickleMachine
 from llmconv.files.pickle_reader import HOOKS, Global, StorageRef, TensorRef, interpret, read_pickle, storage_dtype
 from llmconv.files.safetensors_file import FileTensor
-from llmconv.files.source_file import BytesReader, ChecksummedRange, FileProblem, is_mirrored, naming, open_source
+from llmconv.files.source_file import (
+    BytesReader,
+    ChecksummedRange,
+    FileProblem,
+    Version,
+    is_mirrored,
+    naming,
+    open_source,
+    version_of,
+)
 from llmconv.tensors import Array, LazyTensor
 
 # A strided block is read as one span if that is at most this many times larger, or at most this many elements
@@ -121,8 +130,7 @@ def is_torch_file(path: Path) -> bool:
     """Whether `path` is a zip with a `data.pkl`, or a file of `torch.save` before 1.6; content decides."""
     if not path.is_file():
         return False
-    found = path.stat()
-    return _is_torch_zip(path, found.st_size, found.st_mtime_ns) or is_legacy(path)
+    return _is_torch_zip(path, version_of(path.stat())) or is_legacy(path)
 
 
 def open_torch_file(path: Path) -> TorchFile:
@@ -130,7 +138,7 @@ def open_torch_file(path: Path) -> TorchFile:
     found = path.stat()
     if not stat.S_ISREG(found.st_mode):
         raise MalformedInput(f"`{path.name}` is not a regular file", hint="give a file that `torch.save` wrote")
-    opened = _open(path, found.st_size, found.st_mtime_ns)
+    opened = _open(path, version_of(found))
     if isinstance(opened, LlmconvError):
         raise type(opened)(opened.message, hint=opened.hint)
     return opened
@@ -144,7 +152,7 @@ def open_torch_blob(path: Path, start: int, size: int) -> TorchFile:
 
 
 @lru_cache(maxsize=32)
-def _open(path: Path, size: int, _changed: int) -> TorchFile | LlmconvError:
+def _open(path: Path, _version: Version) -> TorchFile | LlmconvError:
     """Cached, with its errors, because every format looks at a file before one opens it."""
     try:
         if is_legacy(path):
@@ -152,7 +160,7 @@ def _open(path: Path, size: int, _changed: int) -> TorchFile | LlmconvError:
             return TorchFile(
                 path, content, {key: ChecksummedRange(path, key, *place, None) for key, place in places.items()}
             )
-        return _read(path, 0, size)
+        return _read(path, 0, path.stat().st_size)
     except LlmconvError as error:
         return type(error)(error.message, hint=error.hint)  # without its frames, which hold the data read
 
@@ -210,7 +218,7 @@ def _slice(file: IO[bytes], start: int, size: int) -> IO[bytes]:
 
 
 @lru_cache(maxsize=32)
-def _is_torch_zip(path: Path, _size: int, _changed: int) -> bool:
+def _is_torch_zip(path: Path, _version: Version) -> bool:
     """Cached, because every format asks."""
     try:
         with open_source(path) as file, _open_zip(file) as archive:

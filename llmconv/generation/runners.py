@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -468,6 +469,7 @@ def merged_weights(folder: Path, adapter: str | Path) -> Mapping[str, LazyTensor
 
 
 CONFIG, WEIGHTS = "config.json", ".safetensors"
+LIBRARIES = ("transformers", "torch", "onnx", "onnx-ir")  # that decide what an export contains
 # suffixes of the files beside the weights that a model needs to run
 COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 
@@ -544,8 +546,8 @@ def _training_format(path: Path) -> str:
 
 
 def _identity(folder: Path) -> str:
-    """A digest of llmconv's version and of all files that the export depends on; of weights no content is read."""
-    known = [__version__]
+    """A digest of the versions and of all files that the export depends on; of weights no content is read."""
+    known = [__version__, *(f"{name} {_version(name)}" for name in LIBRARIES)]
     near = folder if _is_plain(folder) else folder.resolve().parent if folder.is_file() else None
     files = [near / name for name in side_file_names(near) if "/" in name] if near else []  # further chat templates
     if near == folder:
@@ -557,6 +559,12 @@ def _identity(folder: Path) -> str:
             found = path.stat()
             known.append(repr((path.name, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)))
     return hashlib.sha256("\n".join(known).encode()).hexdigest()[:16]
+
+
+def _version(package: str) -> str:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return ""
 
 
 def _export(folder: Path, made: Path) -> None:

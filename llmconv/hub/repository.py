@@ -79,7 +79,6 @@ class HubState:
     head: str = ""  # its commit, which the next one must follow; of `main` if there is no such branch; empty if unknown
     has_branch: bool = False  # the branch exists
     private: bool = False  # who has no access does not see the repository
-    changed: int = 0  # when its last commit was made, in ns since 1970
     files: Mapping[str, HubFile] = field(default_factory=dict)  # by path
 
     def differing(self, files: Mapping[str, FileDigest]) -> list[str]:
@@ -158,8 +157,7 @@ class HubRepository:
             for entry in self.api.list_repo_tree(self.address.repository, revision=head or revision, recursive=True)
             if isinstance(entry, RepoFile)
         }
-        changed = int(info.last_modified.timestamp() * 1e9) if info.last_modified else 0
-        return HubState(True, head, has_branch, bool(info.private), changed, files)
+        return HubState(True, head, has_branch, bool(info.private), files)
 
     def read(self, name: str) -> bytes | None:
         """The content of a small file, None if there is none."""

@@ -96,10 +96,6 @@ class HubFolder(Destination):
     def read(self, name: str) -> bytes | None:
         return self.repository.read(name)
 
-    def made_at(self) -> int:
-        """See `Destination`: when the last commit was made."""
-        return self.repository.state.changed
-
     def begin(self, key: str, files: Sequence[str], *, overwrite: bool, resume: bool) -> UnfinishedCommit:
         return UnfinishedCommit(self, key=f"{key} {self.address}", resume=resume)
 

@@ -110,9 +110,6 @@ class LocalFolder(Destination):
         path = self.address / name
         return path.read_bytes() if path.is_file() else None
 
-    def made_at(self) -> int:
-        return (self.address / MANIFEST).stat().st_mtime_ns
-
     def begin(self, key: str, files: Sequence[str], *, overwrite: bool, resume: bool) -> StagedFolder:
         return StagedFolder(self.address, key=key, overwrite=overwrite, resume=resume)
 
@@ -403,9 +400,8 @@ class SharedFolder(StagedFolder):
 
 
 def signature(path: Path) -> list[int]:
-    """What identifies a file of this machine: device, inode, size, and times of change in ns."""
-    found = path.stat()
-    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    """`version_of` a file, as JSON has it."""
+    return [*source_file.version_of(path.stat())]
 
 
 def _journal(name: str) -> str:

@@ -64,7 +64,7 @@ class Plan:
     warnings: tuple[str, ...] = ()  # parts of the source that the output lacks, one line each
     found: bool = False  # the output was complete before the run, which wrote nothing
     part: str = ""  # the part of the output, such as `3/16`, whose shards these are; nothing was published
-    # hash of numbers that tensors depend on and that a run with the same sources and options may measure otherwise
+    # hash of what tensors depend on besides the sources and options: numbers that were measured, files of settings
     measured: str = ""
 
     def __repr__(self) -> str:
@@ -399,9 +399,6 @@ class Destination(Protocol):
 
     def read(self, name: str) -> bytes | None:
         """The content of a small file of it, None if there is none."""
-
-    def made_at(self) -> int:
-        """When its manifest was written, in ns since 1970."""
 
     def begin(self, key: str, files: Sequence[str], *, overwrite: bool, resume: bool) -> UnfinishedOutput:
         """Starts or continues the output; raises OutputFailed if another run is writing it, or writing fails.

@@ -129,7 +129,7 @@ class StoreFolder(Destination):
         content = self.read(MANIFEST)
         files = parse_manifest(content).files if content else {}
         sizes = {head.key: head.size for head in self.store.list()} if files else {}
-        if not files or any(sizes.get(name) != entry["bytes"] for name, entry in files.items()):
+        if not files or any(sizes.get(name) != entry.get("bytes") for name, entry in files.items()):
             return False
         claim = read_claim(self.store) if CLAIM in sizes else None
         # which will be replaced, rather than being the one that the claim's run has published
@@ -162,10 +162,6 @@ class StoreFolder(Destination):
 
     def read(self, name: str) -> bytes | None:
         return self.store.read(name, SMALL)
-
-    def made_at(self) -> int:
-        head = self.store.head(MANIFEST)
-        return head.modified if head else 0
 
     def begin(self, key: str, files: Sequence[str], *, overwrite: bool, resume: bool) -> UnfinishedObjects:
         return UnfinishedObjects(self, key, files, overwrite=overwrite, joins=resume)

@@ -24,7 +24,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from llmconv.addresses import HubAddress, StoreAddress
-from llmconv.checkpoint import parse_object
 from llmconv.errors import KEPT, InputRefused, OutputFailed, UnsupportedInput, UsageProblem, as_fields
 from llmconv.files import mirror, source_file
 from llmconv.files.mirror import WEIGHTS
@@ -33,7 +32,7 @@ from llmconv.files.safe_folder import Link
 from llmconv.files.source_file import checked_reading
 from llmconv.output.local_folder import LocalFolder, SingleFile
 from llmconv.output.manifest import Manifest, file_entry, link_entry
-from llmconv.output.plan import Destination, Plan, Shard, UnfinishedOutput
+from llmconv.output.plan import Destination, Plan, Shard, ShardContent, UnfinishedOutput, failing_safely
 from llmconv.output.work import (
     TRIES,
     Answer,
@@ -195,14 +194,14 @@ def write_checkpoint(  # noqa: PLR0913 - what is written, and how
     """
     target = destination_of(output)
     if resume and not overwrite and target.is_complete():
-        return _same_as_before(plan, target, steps, sources, more_files or {})
+        return _same_as_before(plan, target, steps, more_files or {}, work)
     # makes glibc reuse freed row blocks: new pages for each cost a tenth of a run (measured)
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, HEAP_BYTES)
         libc.mallopt(M_TRIM_THRESHOLD, HEAP_BYTES)
     stats = {source: _identity(source) for source in sources}
-    key = _fingerprint(plan, steps, [*stats.values()])
+    key = _fingerprint(plan, steps, [(*stat, _sample(source)) for source, stat in stats.items()])
     files = [*(shard.name for shard in plan.shards), *plan.small_files, *(more_files or {})]
     manifest = Manifest(list(steps), graphs=graphs or {})
     if isinstance(work, Part | Shards):
@@ -309,26 +308,26 @@ def _same_as_before(
     plan: Plan,
     output: Destination,
     steps: Sequence[dict[str, Any]],
-    sources: Sequence[Path],
-    more_files: Mapping[str, bytes | Link],
+    more: Mapping[str, bytes | Link],
+    work: Work | None,
 ) -> Manifest:
-    """The manifest of a complete folder, if this run would make the same one."""
-    manifest, made = output.manifest(), output.made_at()
-    small = {**plan.small_files, **more_files}
-    changed = [source.name for source in sources if _changed_at(source, is_compared=source.name in small) > made]
-    config = parse_object((output.read(CONFIG) if more_files else None) or b"{}", CONFIG)
-    # exported graphs may add fields to the configuration
-    if more_files and CONFIG not in more_files and {**config, **json.loads(plan.small_files[CONFIG])} == config:
-        del small[CONFIG]
-    entries = {
-        name: link_entry(content.target) if isinstance(content, Link) else file_entry(content)
-        for name, content in small.items()
+    """The manifest of a complete folder, if this run would make the same one.
+
+    The shards are computed again and compared by their sha256: the manifest has no place and no time of its inputs, and
+    another checkpoint may have the same name and an older file. Of a part only its own are.
+    """
+    manifest = output.manifest()
+    small = {
+        name: file_entry(content) if isinstance(content, bytes) else link_entry(content.target)
+        for name, content in {**plan.small_files, **more}.items()
     }
-    same = manifest.steps == json.loads(json.dumps(list(steps))) and entries.items() <= manifest.files.items()
-    if changed or not same or not {shard.name for shard in plan.shards} <= manifest.files.keys():
-        why = f"`{changed[0]}` has changed since" if changed else "it was made from another input or with other options"
-        if not changed and manifest.steps[: len(steps)] == json.loads(json.dumps(list(steps))) != manifest.steps:
-            why = f"`{manifest.steps[-1].get('command')}` has changed it since"
+    given, before = json.loads(json.dumps(list(steps))), manifest.steps
+    same = before == given and small.items() <= manifest.files.items()
+    other = _other_shard(plan, output, manifest, work) if same else ""
+    if other or not same:
+        why = "it was made from another input or with other options" + (f": `{other}` would differ" if other else "")
+        if before[: len(given)] == given != before:
+            why = f"`{before[-1].get('command')}` has changed it since"
         problem = f"`{output}` is complete, but {why}"
         raise InputRefused(problem, hint="choose another `-o`, or give `--overwrite` to make it again")
     output.tidy()
@@ -336,16 +335,39 @@ def _same_as_before(
     return replace(manifest, found=True)
 
 
-def _changed_at(source: Path, *, is_compared: bool) -> int:
-    """When a source got its content, in ns since 1970.
+def _other_shard(plan: Plan, output: Destination, manifest: Manifest, work: Work | None) -> str:
+    """The first planned shard that a complete folder has otherwise, or not at all; of a part's own; empty if none."""
+    if missing := [shard.name for shard in plan.shards if shard.name not in manifest.files]:
+        return missing[0]
+    if isinstance(work, Shards):  # the first process has compared them
+        return ""
+    mine = work.chosen(plan.shards) if isinstance(work, Part) else {shard.name for shard in plan.shards}
+    shards = [shard for shard in plan.shards if shard.name in mine]
+    with (
+        bytes_bar(f"comparing {output.name}", sum(shard.nbytes for shard in shards)) as advance,
+        checked_reading() as checks,
+        failing_safely(),
+    ):
+        for shard in shards:
+            # a clone was not read when it was made
+            made = manifest.files[shard.name].get("sha256") or _sha256(output.address / shard.name)
+            if shard.copy_of:
+                found = _sha256(shard.copy_of)
+                advance(shard.nbytes)
+            else:
+                content = ShardContent(shard)
+                for block in content.blocks():
+                    advance(len(block))
+                found = content.entry["sha256"]
+            checks.finish()
+            if found != made:
+                return shard.name
+    return ""
 
-    Files that were moved or copied here may be older themselves, unless what is made of them `is_compared`, too.
-    """
-    found = source.stat()
-    if mirror.address_of(source) or (is_compared and source.suffix not in WEIGHTS):
-        return found.st_mtime_ns
-    links = [path.lstat() for path in (source, source.parent) if path.is_symlink()]
-    return max(time for each in (found, *links) for time in (each.st_mtime_ns, each.st_ctime_ns))
+
+def _sha256(path: Path) -> str:
+    with source_file.open_source(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_output(
@@ -375,6 +397,19 @@ def _fingerprint(plan: Plan, steps: Sequence[dict[str, Any]], stats: Sequence[Id
     layout = [[(name, t.dtype.name, t.shape) for name, t in shard.tensors.items()] for shard in plan.shards]
     config = plan.small_files.get(CONFIG, b"").decode()  # numbers of heads, say, which may come from outside of `stats`
     return hashlib.sha256(json.dumps([list(steps), layout, stats, plan.measured, config]).encode()).hexdigest()
+
+
+SAMPLE = 4096  # bytes of a source that are part of the fingerprint, from its middle
+
+
+def _sample(source: Path) -> str:
+    """Some content of a local file: those of two models have one size, and in an archive perhaps one time."""
+    if mirror.e_tag(source) is not None:
+        return ""
+    with suppress(OSError), open(source, "rb") as file:  # what is not read need not be readable
+        file.seek(max(0, (source.stat().st_size - SAMPLE) // 2))
+        return hashlib.sha256(file.read(SAMPLE)).hexdigest()
+    return ""
 
 
 def _identity(source: Path) -> Identity:

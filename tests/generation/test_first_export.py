@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import llmconv.cli
 from llmconv.checkpoint import write_small
 from llmconv.convert import to_hf
 from llmconv.export import export
+from llmconv.generation import runners
 from llmconv.generation.runners import _identity, graphs_in_cache
 from tests.builders.chatting import save_chatting
 from tests.builders.torch_states import llama_state
@@ -113,12 +115,18 @@ def test_a_training_checkpoint_is_converted_and_exported_once_into_the_cache(
     assert graphs_in_cache(checkpoint) != old and old is not None and not old.exists()
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["config.json", "run.yaml", "configs/run.yml", "strategy/ckpt_strategy_rank_0.ckpt", "tokenizer.bin"]
+    + ["tokenizer.model"],
+)
 @pytest.mark.parametrize("above", [0, 1])
-def test_a_configuration_above_a_checkpoint_belongs_to_it(above: int, tmp_path: Path) -> None:
+def test_a_configuration_above_a_checkpoint_belongs_to_it(above: int, name: str, tmp_path: Path) -> None:
     folder = tmp_path / "run/step/weights"
     folder.mkdir(parents=True)
     (folder / "__0_0.distcp").write_bytes(b"weights")
-    config, known = folder.parents[above] / "config.json", {_identity(folder)}
+    config, known = folder.parents[above] / name, {_identity(folder)}
+    config.parent.mkdir(exist_ok=True)
     for content in ("{}", '{"num_attention_heads": 4}'):
         config.write_text(content)
         known.add(_identity(folder))
@@ -147,6 +155,16 @@ def test_what_lies_around_a_checkpoint_belongs_to_it(name: str, tmp_path: Path) 
         (tmp_path / name).write_text(content)
         known.add(_identity(checkpoint))
     assert len(known) == 3
+
+
+@pytest.mark.parametrize("library", ["transformers", "torch"])
+def test_graphs_that_another_version_of_a_library_made_are_made_again(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "__0_0.distcp").write_bytes(b"weights")
+    before = _identity(tmp_path)
+    monkeypatch.setattr(runners, "version", lambda name: "0" if name == library else version(name))
+    assert _identity(tmp_path) != before
 
 
 def test_a_checkpoint_that_needs_options_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,7 +274,7 @@ def test_a_complete_output_is_reported_and_nothing_is_done(tmp_path: Path, capsy
         write(tmp_path / "out")
 
 
-@pytest.mark.parametrize("change", ["options", "shards", "a small file", "a source"])
+@pytest.mark.parametrize("change", ["options", "shards", "a small file", "values"])
 def test_a_complete_output_of_something_else_is_not_resumed(change: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.touch()
@@ -289,10 +289,8 @@ def test_a_complete_output_of_something_else_is_not_resumed(change: str, tmp_pat
     elif change == "a small file":
         plan = replace(plan, small_files={**plan.small_files, "config.json": b"{}"})
     else:
-        os.utime(source, (2**32, 2**32))
-    with pytest.raises(
-        InputRefused, match="is complete, but (it was made from another|`source` has changed)"
-    ) as caught:
+        plan = plan_checkpoint(sample(1), 100)
+    with pytest.raises(InputRefused, match="is complete, but it was made from another") as caught:
         write_checkpoint(plan, tmp_path / "out", steps=steps, sources=[source], resume=True)
     assert "--overwrite" in caught.value.hint
 

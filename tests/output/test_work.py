@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -232,23 +231,54 @@ def test_workers_write_the_shards_of_a_training_checkpoint(model: Path, tmp_path
     assert written(tmp_path / "out") == written(tmp_path / "alone")
 
 
-@pytest.mark.parametrize("linked", [False, True], ids=["moved", "linked"])
-def test_a_complete_output_is_not_that_of_an_older_file_which_took_the_place_of_its_source(
-    linked: bool, tmp_path: Path
-) -> None:
-    older, newer, source = (save_model(tmp_path / name, LLAMA) for name in ("older", "newer", "source"))
-    if linked:
-        shutil.rmtree(source)
+@pytest.mark.parametrize("way", ["the file is moved", "the folder is moved", "a link", "a link above", "the name"])
+def test_a_complete_output_is_not_that_of_an_older_model_in_the_place_of_its_source(way: str, tmp_path: Path) -> None:
+    older, newer = (save_model(tmp_path / name / "model", LLAMA) for name in ("older", "newer"))
+    weights = older / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    os.utime(weights, (1, 1))
+    source = tmp_path / "current/model" if way == "a link above" else newer
+    if way == "a link":
+        source = tmp_path / "current"
         source.symlink_to(newer)
+    elif way == "a link above":
+        source.parent.symlink_to(newer.parent)
     to_hf(source, tmp_path / "out", dtype="float16")
-    if linked:
-        source.unlink()
-        source.symlink_to(older)
+    if way == "the name":
+        source = older
+    elif way == "the file is moved":
+        weights.rename(newer / weights.name)
+    elif way == "the folder is moved":
+        newer.rename(tmp_path / "aside")
+        older.rename(newer)
     else:
-        os.utime(older / "model.safetensors", (1, 1))
-        (older / "model.safetensors").rename(source / "model.safetensors")
-    with pytest.raises(InputRefused, match="has changed since"):
+        link = source if way == "a link" else source.parent
+        link.unlink()
+        link.symlink_to(older if way == "a link" else older.parent)
+    with pytest.raises(InputRefused, match="is complete, but it was made from another input"):
         to_hf(source, tmp_path / "out", dtype="float16", resume=True)
+
+
+def test_parts_of_two_models_with_equal_names_sizes_and_times_are_not_mixed(tmp_path: Path) -> None:
+    """As in two archives whose files all have one time."""
+    one, other = (save_model(tmp_path / name / "model", LLAMA) for name in ("one", "other"))
+    weights = other / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    for file in (*one.iterdir(), *other.iterdir()):
+        os.utime(file, (10**9, 10**9))
+    for number, model in enumerate((one, other)):
+        to_hf(model, tmp_path / "out", max_shard_size=SIZE, work=Part(number, 2))
+    with pytest.raises(OutputFailed, match="are missing"):
+        to_hf(other, tmp_path / "out", max_shard_size=SIZE, work=Finish())
+
+
+def test_a_complete_output_is_that_of_an_equal_source_of_any_age(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "model", LLAMA)
+    to_hf(source, tmp_path / "out", dtype="float16")
+    os.utime(source / "model.safetensors", (2**32, 2**32))
+    assert to_hf(source, tmp_path / "out", dtype="float16", resume=True).found
 
 
 @pytest.mark.slow

@@ -362,7 +362,10 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     settings = model.config if AUTO_MAP in model.config else with_architecture(model.config)
     version = f"mindformers {release}" if isinstance(release, str) else ""
     rest = (tuple(warnings), version, found.files, found.dropped)
-    return Checkpoint(path, FORMAT.name, model.tensors, settings, side_files, *rest, source_type=run.arch)
+    outside = [path.parent / run.file_name] if run.file_name and path.is_file() else []
+    outside += mindspore.strategy_files(found.strategy) if found.strategy else []
+    more: dict[str, Any] = {"source_type": run.arch, "settings": tuple(outside)}
+    return Checkpoint(path, FORMAT.name, model.tensors, settings, side_files, *rest, **more)
 
 
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "sentencepiece.bpe.model")

@@ -109,7 +109,7 @@ def find_strategy(folder: Path, given: Path | None = None) -> Strategy | None:
         return Strategy(given, _layouts([given]))
     places = (given, given / FOLDER) if given else (folder, folder / FOLDER, folder.parent / FOLDER, folder.parent)
     for place in places:
-        if files := sorted(entry for entry in place.iterdir() if FILE.fullmatch(entry.name)) if place.is_dir() else []:
+        if files := strategy_files(place):
             return Strategy(place, _layouts(files))
     if given:
         raise InputRefused(
@@ -117,6 +117,13 @@ def find_strategy(folder: Path, given: Path | None = None) -> Strategy | None:
             hint="give a `ckpt_strategy_rank_N.ckpt`, or a folder of them",
         )
     return None
+
+
+def strategy_files(place: Path) -> list[Path]:
+    """The strategy files in a folder, or the one at `place` itself."""
+    if place.is_file():
+        return [place]
+    return sorted(entry for entry in place.iterdir() if FILE.fullmatch(entry.name)) if place.is_dir() else []
 
 
 def _layouts(files: Sequence[Path]) -> dict[str, ParallelLayout]:

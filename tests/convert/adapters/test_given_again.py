@@ -46,6 +46,13 @@ def test_a_weight_of_0_is_named(trained: Path, tmp_path: Path) -> None:
     assert "has weight 0 and changes nothing" in stderr
 
 
+def test_a_weight_of_0_is_not_said_to_change_nothing_where_tensors_are_replaced(tmp_path: Path) -> None:
+    model = causal_lm("llama", num_hidden_layers=1, num_key_value_heads=1, **SMALL)
+    train(model, tmp_path, merge=False, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    stderr = warnings_of(tmp_path / "out", tmp_path / "base", tmp_path / "adapter", "--weight", 0)
+    assert "changes nothing" not in stderr and "the weight 0 does not apply to the 1 tensors it replaces" in stderr
+
+
 @pytest.mark.parametrize("combine", ["ties", "dare_ties"])
 def test_a_weight_of_0_counts_where_signs_are_elected(trained: Path, tmp_path: Path, combine: str) -> None:
     options = ("--weight", 1, "--weight", 0, "--combine", combine, "--density", 1)

@@ -19,7 +19,8 @@ from llmconv.cli import main
 from llmconv.convert import to_hf
 from llmconv.convert.models.config_file import read_config_file
 from llmconv.convert.opening import open_training
-from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.errors import InputRefused, MalformedInput, OutputFailed, UnsupportedInput, UsageProblem
+from llmconv.output.work import Finish, Part
 
 Save = Callable[..., Path]
 
@@ -201,3 +202,25 @@ def test_inspect_lists_a_file_that_needs_more_options_to_convert(mindspore: Path
 def test_inspect_refuses_unreadable_files(mindspore: Path) -> None:
     result = CliRunner().invoke(main, ["inspect", str(mindspore / "tiny_cbc.ckpt")])
     assert result.exit_code == 3 and "encrypted" in result.stderr
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["given", "next to the file"])
+def test_parts_of_other_settings_are_not_mixed(mindformers: Path, tmp_path: Path, beside: bool) -> None:
+    checkpoint, run = (shutil.copy(mindformers / "mf132_llama_lora" / name, tmp_path) for name in LORA)
+    settings = yaml.safe_load(Path(run).read_text())
+    given = [] if beside else [run, tmp_path / "lora.json"]
+
+    def write(alpha: int, **work: Any) -> None:
+        (tmp_path / "lora.json").write_text(json.dumps({"lora_alpha": alpha}))
+        if beside:
+            settings["model"]["model_config"]["pet_config"] = {"lora_rank": 4, "lora_alpha": alpha}
+            Path(run).write_text(yaml.dump(settings))
+        to_hf(checkpoint, tmp_path / "out", config=given, max_shard_size="20KB", **work)
+
+    write(8, work=Part(0, 2))
+    write(99, work=Part(1, 2))
+    with pytest.raises(OutputFailed, match=r"shards of .* are missing"):
+        write(99, work=Finish())
+
+
+LORA = ("full_with_lora.ckpt", "run.yaml")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from llmconv.errors import InputRefused
 from llmconv.export.quantization.block_rounding import BlockFormat
-from llmconv.export.quantization.quantized_tensor import ELEMENTS, QuantizedTensor
+from llmconv.export.quantization.quantized_tensor import ELEMENTS, QuantizedTensor, Scratch
 from llmconv.tensors import BY_NAME, Array, LazyTensor, in_memory
 
 MATRIX = np.random.default_rng(0).standard_normal((10, 80)).astype(np.float32)
@@ -131,3 +134,10 @@ def test_a_range_beyond_float32_has_no_hint_of_a_wider_type(dtype: str) -> None:
     with pytest.raises(InputRefused, match=f"a scale of `w` is too large for {dtype}") as error:
         whole(QuantizedTensor("w", lazy(huge), FORM, scale_dtype=BY_NAME[dtype]))
     assert error.value.hint == "leave the weight as it is: `--quant-exclude`"
+
+
+def test_codes_that_wait_in_a_file_have_their_room_on_the_disk(tmp_path: Path) -> None:
+    """A page of a map that the disk has no room for ends the process."""
+    with Scratch.beside(tmp_path / "out") as scratch:
+        made = scratch.codes((64,), 4096, FORM, FLOAT32)
+        assert os.fstat(scratch._file.fileno()).st_blocks * 512 >= sum(part.nbytes for part in made.parts.values())

@@ -124,6 +124,15 @@ def test_a_file_is_unpacked_once(tmp_path: Path) -> None:
     assert unpacked(tmp_path / "a").read_bytes() == b"other"
 
 
+def test_another_file_of_equal_size_and_time_is_unpacked_anew(tmp_path: Path) -> None:
+    for name, content in (("a", b"one"), ("b", b"two")):
+        (tmp_path / name).write_bytes(tar((name, content)))
+        os.utime(tmp_path / name, (10**9, 10**9))
+    assert unpacked(tmp_path / "a").read_bytes() == b"one"
+    (tmp_path / "b").replace(tmp_path / "a")
+    assert unpacked(tmp_path / "a").read_bytes() == b"two"
+
+
 # Archives
 
 
