@@ -553,7 +553,8 @@ def _identity(folder: Path) -> str:
     if near == folder:
         files += [path for path in sorted(folder.iterdir()) if path.suffix in (WEIGHTS, ".gguf", *COPIED)]
     else:
-        files += [*files_near(folder), *files_under(folder)]
+        runs = [one for home in folder.resolve().parents[:2] for one in sorted(home.glob("*.y*ml"))]  # of MindFormers
+        files += [*files_near(folder), *runs, *files_under(folder)]
     for path in files:
         if path.is_file():
             found = path.stat()

@@ -109,9 +109,7 @@ def serve(
     with suppress(RuntimeError):
         asyncio.get_running_loop()
         problem = "an event loop runs in this thread, as in a notebook, and the server needs one of its own"
-        raise UsageProblem(
-            problem, hint="call it in a thread: `threading.Thread(target=serve, args=(FOLDER,)).start()`"
-        )
+        raise UsageProblem(problem, hint="call it in a thread of its own, with `threading.Thread`")
     access = AccessRules((*settings.allow_hosts, settings.host), settings.allow_origins, settings.api_key)
     with listen(settings.host, settings.port) as listener:
         model = opened(open_model) if isinstance(open_model, str | Path) else open_model

@@ -82,5 +82,5 @@ def test_a_gguf_file_of_another_pooling_is_not_resumed(model: Path, tmp_path: Pa
     from_hf(folder, tmp_path / "out", to="gguf", resume=True)
     pooling = folder / "1_Pooling/config.json"
     pooling.write_text(pooling.read_text().replace("lasttoken", "mean"))
-    with pytest.raises(InputRefused, match=r"`config\.json` has changed since"):
+    with pytest.raises(InputRefused, match="would differ"):
         from_hf(folder, tmp_path / "out", to="gguf", resume=True)

@@ -304,23 +304,6 @@ def test_a_complete_output_of_other_graphs_is_not_resumed(more: dict[str, Any], 
         write(tmp_path / "out", more_files=graphs | more, resume=True)
 
 
-@pytest.mark.parametrize("name", ["merges.txt", "model.safetensors"])
-def test_a_source_that_was_replaced_by_an_older_file_has_changed(name: str, tmp_path: Path) -> None:
-    """As `mv` and `cp -p` leave it; `tokenizer.json` is compared with what is written instead."""
-    sources = [tmp_path / one for one in (name, "tokenizer.json", "older")]
-    for file in sources:
-        file.touch()
-        os.utime(file, (1, 1))
-    plan = plan_checkpoint(sample(), 100)
-    write_checkpoint(plan, tmp_path / "out", steps=[], sources=sources[:2])
-    sources[2].replace(sources[1])
-    write_checkpoint(plan, tmp_path / "out", steps=[], sources=sources[1:2], resume=True)
-    sources[0].write_bytes(b"other")
-    os.utime(sources[0], (1, 1))
-    with pytest.raises(InputRefused, match=f"`{name}` has changed since"):
-        write_checkpoint(plan, tmp_path / "out", steps=[], sources=sources[:2], resume=True)
-
-
 @pytest.mark.parametrize("damage", ["a lost file", "a cut file", "no manifest", "a strange manifest", "an open run"])
 def test_an_incomplete_output_is_not_reported_as_complete(damage: str, tmp_path: Path) -> None:
     write(tmp_path / "out")

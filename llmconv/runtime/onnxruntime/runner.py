@@ -43,10 +43,10 @@ class OrtRunner(Runner):
             return cls(*_open_pair(folder, entries["prefill"], entries["decode"], settings))
         if not entries:
             others = [entry.name for entry in single_pass_entries(folder)]
-            elsewhere = " -o OUT" if snapshot_home(folder) else ""
+            elsewhere = f"{options} -o OUT" if snapshot_home(folder) else options
             raise InputRefused(
                 f"`{folder}` has no graphs that generate" + (f", only `{others[0]}` without a cache" if others else ""),
-                hint=f"run `llmconv export {word(folder)}{options}{elsewhere}`, or give `--backend torch`"
+                hint=f"run `llmconv export {word(folder)}{elsewhere}`, or give `--backend torch`"
                 + ("; `llmconv embed` runs graphs of embeddings, classes and scores" if others else ""),
             )
         graph = require_right(
