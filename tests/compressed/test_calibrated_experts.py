@@ -58,7 +58,7 @@ def made(model: Path, folder: Path, text: Path, method: str = "awq") -> Path:
     return folder
 
 
-@pytest.mark.slow_rows("stacked", "fused")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_folder_with_factors_is_verified(kind: str, models: dict[str, Path], text: Path, tmp_path: Path) -> None:
     folder = made(models[kind], tmp_path / "out", text)
