@@ -30,7 +30,9 @@ def test_a_correct_folder_exits_0_and_writes_the_report(exported: Callable[[str]
     assert [
         line for line in lines if "decode chain" in line and line.startswith("PASSED | decode chain, 16 steps | 27 o")
     ]
-    assert len(lines) == len({line.split(" | ")[1] for line in lines[:-1]}) + 1, "a line per scenario"
+    # that of last logits has a line of its own
+    named = [tuple(part for part in line.split(" | ")[1:3] if "outputs" not in part) for line in lines[:-1]]
+    assert len(named) == len({*named}), "a line per scenario"
     assert lines[-1].startswith("PASS: ")
     assert (tmp_path / "report" / "report.html").is_file()
 
