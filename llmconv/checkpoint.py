@@ -203,8 +203,8 @@ WRAPPED = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_fpw_module|_forward_module|_orig_module"
     r"|pretrained_model)\."
 )
-"""What torch.compile, FSDP (also torch_xla's), activation checkpointing, Fabric and TRL (with a value head beside it)
-put around modules; in no model."""
+"""What torch.compile, FSDP (also torch_xla's), activation checkpointing, Fabric and TRL (for a value head) put
+around modules; in no model."""
 
 
 def refuse_wrapped(names: Iterable[str], folder: Path) -> None:

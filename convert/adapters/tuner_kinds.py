@@ -404,8 +404,8 @@ HRA = Tuner("HRA", ("hra_u",), ("r", "apply_GS"), _hra_fit, _hra_delta, require=
 
 # OFT: W·Rᵀ with R block-diagonal and orthogonal (arXiv 2306.07280, 2506.19847; PEFT `tuners/oft/layer.py`).
 # Each block is the Cayley transform of a skew matrix Q, stored as its upper triangle: (I - Q)(I + Q)⁻¹, or with
-# `use_cayley_neumann` I + 2Q + 2Q² + … + Qⁿ⁻¹ (2Qⁿ⁻¹ before PEFT 0.18, which stated no
-# version). `coft` first shortens Q to eps/√blocks. An embedding is W·R.
+# `use_cayley_neumann` I + 2Q + 2Q² + … + Qⁿ⁻¹ (2Qⁿ⁻¹ in a config without `peft_version`: before PEFT 0.18).
+# `coft` first shortens Q to eps/√blocks. An embedding is W·R.
 
 
 MOST_TERMS = 1000  # limit of the length of the series, which has converged long before

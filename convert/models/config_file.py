@@ -204,7 +204,7 @@ LANGUAGE = ("text_config", "llm_config", "language_config")
 
 
 def _in_parts(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's fields, with the stored ones beside those of a part; a part with its `model_type` is a whole one."""
+    """The user's fields; an inner configuration without a `model_type` keeps the stored fields that it does not set."""
     parts = {name: one for name, one in stored.items() if name.endswith("_config") and isinstance(one, Mapping)}
     fields, language = dict(given), next((name for name in LANGUAGE if name in parts), None)
     if language and language not in given and "vocab_size" in given:

@@ -195,8 +195,8 @@ def opened(
     if not adapters:
         return checkpoint, []
     from llmconv.convert.adapters.combining import DEFAULTS, recipe_of  # noqa: PLC0415 - most models have no adapter
-    from llmconv.convert.merge import identity, plan_merge  # noqa: PLC0415
-    from llmconv.convert.opening_adapters import open_adapters  # noqa: PLC0415
+    from llmconv.convert.merge import identity, plan_merge  # noqa: PLC0415 - as above
+    from llmconv.convert.opening_adapters import open_adapters  # noqa: PLC0415 - as above
 
     found = open_adapters(adapters, (), checkpoint, None)
     merge = plan_merge(checkpoint, found, recipe_of(DEFAULTS, found))

@@ -341,7 +341,7 @@ TUNED = ("adapter", "prefix_tuning", "decode", "tokenizer", "dtype")
 BATCH_SIZE = 8
 WORTH_PACKING = 512  # new tokens of all texts, from which on packing weights saves time
 NEW_TOKENS = 64  # maximum number of new tokens, unless an option or `generation_config.json` gives another
-# beside graphs and weights, the files whose size and time show whether an output file was begun with the same model
+# files whose size and time, like those of graphs and weights, tell whether an output file is of the same model
 MODEL_FILES = {"config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"}
 
 

@@ -470,7 +470,7 @@ def merged_weights(folder: Path, adapter: str | Path) -> Mapping[str, LazyTensor
 
 CONFIG, WEIGHTS = "config.json", ".safetensors"
 LIBRARIES = ("transformers", "torch", "onnx", "onnx-ir")  # that decide what an export contains
-# suffixes of the files beside the weights that a model needs to run
+# suffixes of the files besides the weights that a model needs to run
 COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 
 
@@ -553,8 +553,9 @@ def _identity(folder: Path) -> str:
     if near == folder:
         files += [path for path in sorted(folder.iterdir()) if path.suffix in (WEIGHTS, ".gguf", *COPIED)]
     else:
-        runs = [one for home in folder.resolve().parents[:2] for one in sorted(home.glob("*.y*ml"))]  # of MindFormers
-        files += [*files_near(folder), *runs, *files_under(folder)]
+        homes = folder.resolve().parents[:2]  # a run of MindFormers has its YAML there
+        yaml = [one for home in homes for one in sorted(home.glob("*.y*ml"))]
+        files += [*files_near(folder), *yaml, *files_under(folder)]
     for path in files:
         if path.is_file():
             found = path.stat()

@@ -1,9 +1,9 @@
 """The dialects in which models write calls of tools and their reasoning.
 
 `DIALECTS` has a row per dialect: how a call begins, what reads it, what tells the dialect in a chat template, and how a
-forced call is written. A call that is cut off, does not parse, or names no tool of the request stays text, and others
-beside it are calls: nothing is repaired, so that no tool runs with arguments that the model did not write. So a call is
-passed on when it is complete.
+forced call is written. A call that is cut off, does not parse, or names no tool of the request stays text, while the
+others of its list are calls: nothing is repaired, so that no tool runs with arguments that the model did not write. So
+a call is passed on when it is complete.
 
 Sources: the chat templates and model cards of Hermes 2 Pro and Qwen 2.5, Llama 3.1, Mistral 7B v0.3 and Small 3.2,
 DeepSeek-V3 and V3.1, Kimi K2, GLM-4.5, Qwen3-Coder, MiniMax-M2, Granite 3, Phi-4-mini, FunctionGemma, Gemma 4 and LFM2;
@@ -123,7 +123,7 @@ def _json(value: Any) -> str:
 
 
 def or_text(make: Callable[[], Part], text: str) -> Part:
-    """The call that `make` reads, one of several; where it is none its text, so that those beside it are not lost."""
+    """The call that `make` reads, one of several; its text if it is not a call, so that the others are kept."""
     try:
         return make()
     except NotACall:

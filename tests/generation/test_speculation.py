@@ -308,7 +308,7 @@ def drafting(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return start
 
 
-@pytest.mark.slow_rows("llama-{'cache': 'shared-buffer'}", "llama-{'postprocess': 'argmax'}")
+@pytest.mark.quick_rows("lfm2-{}")
 @pytest.mark.parametrize(
     ("family", "options"),
     [("llama", {}), ("llama", {"cache": "shared-buffer"}), ("lfm2", {}), ("llama", {"postprocess": "argmax"})],

@@ -36,7 +36,7 @@ class OrtRunner(Runner):
     def from_folder(cls, folder: Path, settings: SessionSettings | None = None, options: str = "") -> OrtRunner:
         """The graphs that `llmconv export` wrote to `folder`; InputRefused without any, MalformedInput if invalid.
 
-        `options` are those with which `export` makes graphs for this use, ` --lora-inputs all-linear`.
+        `options` follow the folder in the `llmconv export` of the hint, such as ` --lora-inputs all-linear`.
         """
         entries = {entry.role: entry for entry in graph_entries(folder)}
         if {"prefill", "decode"} <= entries.keys():

@@ -204,15 +204,15 @@ def test_inspect_refuses_unreadable_files(mindspore: Path) -> None:
     assert result.exit_code == 3 and "encrypted" in result.stderr
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["given", "next to the file"])
-def test_parts_of_other_settings_are_not_mixed(mindformers: Path, tmp_path: Path, beside: bool) -> None:
+@pytest.mark.parametrize("is_found", [False, True], ids=["given", "next to the file"])
+def test_parts_of_other_settings_are_not_mixed(mindformers: Path, tmp_path: Path, is_found: bool) -> None:
     checkpoint, run = (shutil.copy(mindformers / "mf132_llama_lora" / name, tmp_path) for name in LORA)
     settings = yaml.safe_load(Path(run).read_text())
-    given = [] if beside else [run, tmp_path / "lora.json"]
+    given = [] if is_found else [run, tmp_path / "lora.json"]
 
     def write(alpha: int, **work: Any) -> None:
         (tmp_path / "lora.json").write_text(json.dumps({"lora_alpha": alpha}))
-        if beside:
+        if is_found:
             settings["model"]["model_config"]["pet_config"] = {"lora_rank": 4, "lora_alpha": alpha}
             Path(run).write_text(yaml.dump(settings))
         to_hf(checkpoint, tmp_path / "out", config=given, max_shard_size="20KB", **work)

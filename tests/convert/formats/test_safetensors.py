@@ -208,7 +208,7 @@ def test_a_folder_with_wrapped_modules_is_refused_as_a_model_and_converted(
 
 
 def test_a_model_under_a_value_head_is_converted_as_the_hint_says(tmp_path: Path) -> None:
-    """What TRL's wrapper saves under ZeRO-3: the model's names under `pretrained_model.`, the head's beside them."""
+    """What TRL's wrapper saves under ZeRO-3: the model's names under `pretrained_model.`, and those of the head."""
     head = {"v_head.summary.weight": torch.ones(1, 4), "v_head.summary.bias": torch.ones(1)}
     write(tmp_path / "x" / "model.safetensors", prefixed(llama_state(), "pretrained_model.") | head)
     with pytest.raises(MalformedInput) as caught:

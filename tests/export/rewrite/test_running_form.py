@@ -164,7 +164,8 @@ def test_verify_fails_a_form_that_gives_other_logits_than_the_last(
 
 
 @pytest.mark.one_row_in(8)
-@pytest.mark.parametrize("family", slow_but(FAMILIES, "gemma2"))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_last_logits_alone_are_those_of_a_whole_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
