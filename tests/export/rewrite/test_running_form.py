@@ -15,6 +15,7 @@ import pytest
 
 from llmconv.errors import UsageProblem
 from llmconv.export.exporter import export
+from llmconv.export.families import extra_inputs_of
 from llmconv.export.rewrite import running_form
 from llmconv.export.rewrite.running_form import convolve_few_columns, rewritten, to_running_form
 from llmconv.files.safe_folder import user_cache
@@ -172,7 +173,8 @@ def test_the_last_logits_alone_are_those_of_a_whole_prompt(
     folder = tmp_path / family
     save_tiny(family, folder, depth(family))
     export(folder, unified=True)
-    runner = OrtRunner.from_folder(folder, in_form(SessionSettings(), "auto", [*folder.glob("*.onnx")]))
+    settings = SessionSettings(extra_inputs=lambda: extra_inputs_of(folder))
+    runner = OrtRunner.from_folder(folder, in_form(settings, "auto", [*folder.glob("*.onnx")]))
     ids = np.random.default_rng(0).integers(3, 90, (2, 9))
     mask = np.ones_like(ids)
     mask[1, :4] = 0
