@@ -110,6 +110,8 @@ class Tuner:
     scales_output: bool = False
     former: Mapping[str, str] = field(default_factory=dict)  # other parts that it had, and the PEFT that merges those
     of_weight: bool = False  # the update depends on the weight, so that of two adapters on one weight is not a sum
+    # how many rows the formula changes together; it is given whole groups of them
+    group: Callable[[ModuleTensors], int] = lambda learned: 1
 
 
 @dataclass(frozen=True)
@@ -267,6 +269,9 @@ class Adapter:
         return self.path.absolute().name
 
 
+INDICES = "_indices"  # end of the names of integers
+
+
 def check(adapter: Adapter) -> None:
     """Checks ranks against the config, and finite values; MalformedInput, or UnsupportedInput for another dtype."""
     if not any((adapter.pairs, adapter.whole, adapter.tokens, adapter.learned)):
@@ -283,7 +288,8 @@ def check(adapter: Adapter) -> None:
         _require_finite(name, tensor)
     for module, learned in adapter.learned.items():
         for part, tensor in learned.tensors.items():
-            _require_finite(f"{module}.{part}", tensor)
+            if not (part.endswith(INDICES) and tensor.dtype.numpy.kind in "iu"):
+                _require_finite(f"{module}.{part}", tensor)
     for name, tokens in adapter.tokens.items():
         _require_finite(f"{name}.trainable_tokens_delta", tokens.rows)
 
