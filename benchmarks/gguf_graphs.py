@@ -32,10 +32,10 @@ def main() -> int:
         Target("q4_0: wall time / `cp` of the file", walls[codes] / walls[copy], 3),
         Target("peak RSS, MB", max(one.peak_mb for name in (floats, codes) for one in results[name]), 500),
     ]
-    body = (
-        "A random 1.1 B Llama as GGUF files, `--prefill --incremental`, by llmconv as `pip install` gives it; medians.\n\n"
-        + table(results)
+    about = (
+        "A random 1.1 B Llama as GGUF files, `--prefill --incremental`, by llmconv as `pip install` gives it; medians."
     )
+    body = f"{about}\n\n{table(results)}"
     if interpreter := llama_cpp.python():
         times = steps(interpreter)
         body += "\n\n" + "\n".join(rows(times))

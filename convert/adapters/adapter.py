@@ -288,8 +288,7 @@ def check(adapter: Adapter) -> None:
         _require_finite(name, tensor)
     for module, learned in adapter.learned.items():
         for part, tensor in learned.tensors.items():
-            if not (part.endswith(INDICES) and tensor.dtype.numpy.kind in "iu"):
-                _require_finite(f"{module}.{part}", tensor)
+            _require_finite(f"{module}.{part}", tensor)
     for name, tokens in adapter.tokens.items():
         _require_finite(f"{name}.trainable_tokens_delta", tokens.rows)
 
@@ -314,6 +313,8 @@ def _require_gathered(name: str, tensor: LazyTensor) -> None:
 
 
 def _require_finite(name: str, tensor: LazyTensor) -> None:
+    if name.endswith(INDICES) and tensor.dtype.numpy.kind in "iu":
+        return
     if tensor.dtype.numpy.kind not in "fV":
         raise UnsupportedInput(
             f"the adapter stores `{name}` as {tensor.dtype.name}", hint="only floating-point adapters are merged"

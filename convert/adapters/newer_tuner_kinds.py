@@ -73,7 +73,9 @@ def _bat_delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
     return rows
 
 
-MISS = Tuner("MISS", ("miss_block", "bone_block"), ("r", "miss_dropout", "mini_r"), _miss_fit, _miss_delta, _miss_require)
+MISS = Tuner(
+    "MISS", ("miss_block", "bone_block"), ("r", "miss_dropout", "mini_r"), _miss_fit, _miss_delta, _miss_require
+)
 BAT = replace(MISS, fit=_bat_fit, delta=_bat_delta, require=_bat_require, of_weight=True)
 
 
@@ -258,7 +260,7 @@ def _hira_fit(learned: ModuleTensors) -> FittingShape:
     a, b = (learned.shape(f"hira_{'embedding_' if embedding else ''}{part}") for part in "AB")
     if len(a) != len(b) or len(a) < 2 or prod(b[2:]) != 1:
         raise learned.misfit(f"A has shape {list(a)}, B {list(b)}")
-    learned.same("the rank", a[0], b[1], learned.rank(32))
+    learned.same("the rank", a[0], b[1])  # PEFT passes over `rank_pattern`, and nothing else depends on the rank
     return (a[1], b[0]) if embedding else (b[0], prod(a[1:]))
 
 
@@ -370,7 +372,11 @@ def _randlora_require(learned: ModuleTensors, shape: WeightShape) -> None:
             "the adapter was saved without its random bases (`save_projection`)",
             hint="save it with `save_projection=True`, or merge it with PEFT's `merge_and_unload`",
         )
-    a, b, (bases, small) = learned.shape("randlora_A", 3), learned.shape("randlora_B", 3), learned.shape("randlora_gamma")
+    a, b, (bases, small) = (
+        learned.shape("randlora_A", 3),
+        learned.shape("randlora_B", 3),
+        learned.shape("randlora_gamma"),
+    )
     learned.same("the smaller side", small, min(shape))
     learned.same("the rank", learned.shape("randlora_lambda")[0], a[0], b[2])
     if a[1] != 1 or a[2] < small or b[0] < max(shape) or b[1] < bases:
@@ -389,7 +395,7 @@ def _randlora_delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
 
 RANDLORA = Tuner(
     "RANDLORA",
-    ("randlora_lambda", "randlora_gamma"),
+    ("randlora_lambda", "randlora_gamma", "randlora_A", "randlora_B"),
     (
         *("r", "projection_prng_key", "save_projection", "sparse", "very_sparse", "randlora_dropout"),
         "randlora_alpha",
@@ -397,7 +403,7 @@ RANDLORA = Tuner(
     _randlora_fit,
     _randlora_delta,
     require=_randlora_require,
-    shared=("randlora_A", "randlora_B"),
+    shared=("randlora_A", "randlora_B"),  # older files; newer ones repeat them for each module
     conv1d=True,
 )
 

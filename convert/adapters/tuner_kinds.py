@@ -572,7 +572,7 @@ UNMERGEABLE: dict[str, str] = {  # `peft_type` to the way out, for adapters that
 
 
 def by_peft_type(kind: object, initialization: object = None) -> Tuner:
-    """The tuner of an adapter's `peft_type` and `init_weights`; UnsupportedInput: it cannot be merged, or is unknown."""
+    """The tuner of an adapter's `peft_type` and `init_weights`; UnsupportedInput: not mergeable, or unknown."""
     if isinstance(kind, str) and kind in TUNERS:
         return VARIANTS.get((kind, str(initialization)), TUNERS[kind])
     if isinstance(kind, str) and kind in UNMERGEABLE:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.compressed import quantize
-from llmconv.errors import InputRefused, UnsupportedInput
+from llmconv.errors import InputRefused
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 from tests.compressed.test_reference import preset
 
@@ -102,12 +102,12 @@ SPOILED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"group_size": 64}, {}, "expected [8, 8], got [8, 4]"),
     ({"lm_head": {"bits": 8, "group_size": 32}}, {}, "expected [8, 8], got [8, 4]"),
     ({}, {"biases": None}, "missing key `lm_head.biases`"),
-    ({}, {"scales": None}, "no weight in its files is quantized|codes under a name"),
+    ({}, {"scales": None}, "`lm_head.biases` does not belong"),
     ({}, {"words": torch.ones(8, 4, dtype=torch.int32)}, "stored as int32"),
     ({}, {"words": torch.ones(8, dtype=torch.uint32)}, "not matrices"),
     ({}, {"scales": torch.ones(8, 1, dtype=torch.float64)}, "stored as float64"),
     ({}, {"biases": torch.ones(8, 1).half()}, "stored as float16"),
-    ({"model_type": "qwen3_next"}, {}, "a form of its own"),
+    ({"model_type": "qwen3_next"}, {}, "in a form of its own"),
 ]
 
 
@@ -123,4 +123,4 @@ def test_what_mlx_does_not_write_is_named(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputRefused) as refused:
         quantized_checkpoint(open_checkpoint(tmp_path))
-    assert any(one in refused.value.message for one in named.split("|")) and refused.value.hint
+    assert named in refused.value.message and refused.value.hint

@@ -148,7 +148,9 @@ class EagerRunner(Runner):
         except Exception as error:  # an invalid config may raise anything in the model's code
             raise_if_out_of_memory(error, f"while `{folder.name}` was loaded")
             stored = read_json(folder / "config.json")
-            if is_mlx(stored.get(FIELD) or stored.get("quantization")):  # transformers says only that a field is missing
+            if is_mlx(
+                stored.get(FIELD) or stored.get("quantization")
+            ):  # transformers says only that a field is missing
                 raise UnsupportedInput(
                     f"`{folder.name}` is quantized with `mlx`, which transformers does not load",
                     hint=f"`llmconv to-hf {word(folder)} -o OUT --quant dequantize` writes the values of its codes",
