@@ -101,7 +101,7 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     warn_all((*checkpoint.warnings, *beyond_rows(checkpoint.side_files, checkpoint.config)))
     _require_no_codes(checkpoint, dtype)
     # a configuration that is kept as it is needs no new `torch_dtype`
-    kept = dtype == "keep" and (checkpoint.format == "hf" or "quantization_config" in checkpoint.config)
+    kept = dtype == "keep" and (checkpoint.format in ("hf", "mlx") or "quantization_config" in checkpoint.config)
     checkpoint = with_stated_type(checkpoint) if kept and checkpoint.dequantized else checkpoint
     plan = plan_checkpoint(checkpoint if kept else with_cast(checkpoint, dtype), size)
     plan = replace(plan, measured=_digest(*map(config_file, configs), *checkpoint.settings))

@@ -238,7 +238,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     tensors = open_weights(path)
     refuse_unmerged(tensors, config, path.name)
     refuse_wrapped(tensors, path)
-    refuse_mlx_layout(tensors, path.name)
+    refuse_mlx_layout(tensors, path, config.get("model_type"))
     paths = {name: getattr(tensor, "path", None) for name, tensor in tensors.items()}
     files = {name: found.name for name, found in paths.items() if found}
     version = config.get("transformers_version")
@@ -269,7 +269,11 @@ def _settings_of_modelopt(folder: Path) -> dict[str, Any] | None:
     return {"quant_method": "modelopt", "quant_algo": str(algorithm)} if algorithm else None
 
 
-def refuse_mlx_layout(tensors: Mapping[str, LazyTensor], source: str) -> None:
+STACKED_BY_MLX = ("glm4_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
+"""Model types of which mlx-lm stores the matrices of all experts as one, `switch_mlp`, and all else unchanged."""
+
+
+def refuse_mlx_layout(tensors: Mapping[str, LazyTensor], path: Path, kind: object) -> None:
     """UnsupportedInput for a folder that MLX converted from a model whose weights it stores in an order of its own.
 
     mlx-lm (`models/*.py`, `sanitize`) stacks experts as `switch_mlp`, those of gpt-oss with gate and up apart, moves
@@ -280,10 +284,11 @@ def refuse_mlx_layout(tensors: Mapping[str, LazyTensor], source: str) -> None:
         moved = name.endswith("conv1d.weight") and tensor.shape[2:] == (1,) and tensor.shape[1] > 1
         apart = name.endswith(".mlp.experts.gate_proj.weight") and len(tensor.shape) == 3
         if moved or apart or ".switch_mlp." in name:
+            way = f"write it in transformers' names: `llmconv to-hf {word(path)} -o OUT`"
             raise UnsupportedInput(
-                f"`{source}` was written by MLX, which stores weights of this family in an order, and some with values,"
-                f" of its own (`{name}`)",
-                hint="take the model it was converted from",
+                f"`{path.name}` was written by MLX, which stores weights of this family in an order, and some with "
+                f"values, of its own (`{name}`)",
+                hint=way if kind in STACKED_BY_MLX else "take the model it was converted from",
             )
 
 

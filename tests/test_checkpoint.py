@@ -171,6 +171,10 @@ def test_what_mlx_stores_in_its_own_order_is_refused_by_its_name(
         open_checkpoint(tmp_path)
     assert name in str(refused.value)
     assert "converted from" in refused.value.hint
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    with pytest.raises(UnsupportedInput, match="was written by MLX") as refused:
+        open_checkpoint(tmp_path)
+    assert "llmconv to-hf" in refused.value.hint
 
 
 @pytest.mark.parametrize("shape", [(8, 1, 4), (8, 1, 1)])

@@ -1,7 +1,11 @@
-"""Adapters of mlx-lm and mlx-vlm: `adapters.safetensors` next to `adapter_config.json`; lora, dora or full.
+"""mlx-lm: models with stacked experts (its others are Hugging Face folders), adapters of mlx-lm and mlx-vlm.
 
-Layout (mlx-lm `tuner/{lora,dora,utils}.py`): `<module>.lora_a` [in, r] and `<module>.lora_b` [r, out], the transpose of
-PEFT's; for experts `lora_a` [experts, r, in] and `lora_b` [experts, out, r]; DoRA's `m`; the update is scale·B·A.
+In a model (mlx-lm `models/*.py`, `sanitize`) `switch_mlp.<projection>.weight` [experts, out, in] is in place of a
+matrix for each expert; if it is quantized, so are `scales` and `biases` (`quantized_weights/methods/mlx.py`).
+
+Adapters are `adapters.safetensors` next to `adapter_config.json`; lora, dora or full. Layout (mlx-lm
+`tuner/{lora,dora,utils}.py`): `<module>.lora_a` [in, r] and `<module>.lora_b` [r, out], the transpose of PEFT's; for
+experts `lora_a` [experts, r, in] and `lora_b` [experts, out, r]; DoRA's `m`; the update is scale·B·A.
 mlx-vlm (`trainer/{lora,utils}.py`) had `<module>.A` and `<module>.B` first, and a config of `rank`, `alpha` and
 `dropout`: there the update is alpha·B·A, whatever the rank.
 """
@@ -14,14 +18,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import Checkpoint, read_json, transposed
+from llmconv.checkpoint import (
+    STACKED_BY_MLX,
+    Checkpoint,
+    is_model_folder,
+    open_weights,
+    own_file,
+    read_json,
+    transposed,
+)
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.other_tools import ForeignPair, as_adapter, pair_up
+from llmconv.convert.assembly import side_files_of
 from llmconv.convert.fields import Fields
-from llmconv.convert.formats import AdapterFormat
+from llmconv.convert.formats import AdapterFormat, Format
+from llmconv.convert.models.config_file import plain_fields
 from llmconv.convert.models.transformers_source import EMBEDDINGS
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listing, short
-from llmconv.files.safetensors_file import read_header
+from llmconv.files.safetensors_file import FileTensor, read_header
 from llmconv.tensors import LazyTensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
@@ -163,6 +177,9 @@ def _of_experts(module: str, part: str, tensor: LazyTensor, source: str) -> dict
     root, target = module.removesuffix(joined), EXPERTS[joined]
 
     def matrix(number: int) -> LazyTensor:
+        if isinstance(tensor, FileTensor):
+            start = tensor.offset + number * (tensor.nbytes // tensor.num_rows)
+            return FileTensor(tensor.path, start, tensor.dtype, tensor.shape[1:], tensor.record)
         return LazyTensor(
             tensor.dtype, tensor.shape[1:], lambda low, high: tensor.rows(number, number + 1)[0, low:high]
         )
@@ -170,6 +187,51 @@ def _of_experts(module: str, part: str, tensor: LazyTensor, source: str) -> dict
     return {f"{root}{target.format(number)}.{part}": matrix(number) for number in range(tensor.num_rows)}
 
 
+def _has_stacks(path: Path) -> bool:
+    if not path.is_dir() or not is_model_folder(path):
+        return False
+    config = read_json(path / "config.json")
+    return config.get("model_type") in STACKED_BY_MLX and any(STACK in name for name in open_weights(path))
+
+
+def _open_stacks(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
+    """The model with a matrix for each expert, codes as their values in float32."""
+    stored, warnings = read_json(own_file(path, "config.json")), list[str]()
+    settings = {**stored, **plain_fields(config, warnings)}
+    tensors: dict[str, LazyTensor] = {}
+    quantization = dict(stored.get("quantization") or {})
+    for name, tensor in open_weights(path).items():
+        module, _, part = name.rpartition(".")
+        if STACK not in name:
+            tensors[name] = tensor
+            continue
+        if len(tensor.shape) != 3 or 0 in tensor.shape:
+            raise MalformedInput(
+                f"`{name}` in `{path.name}` has shape {list(tensor.shape)}, not that of stacked experts",
+                hint="copy or download the model again",
+            )
+        experts = _of_experts(module, part, tensor, path.name)
+        tensors |= experts
+        if module in quantization:  # its bits are those of each expert
+            quantization |= {one.removesuffix(f".{part}"): quantization[module] for one in experts}
+    opened = Checkpoint(path, "mlx", tensors, settings, side_files_of(path, tokenizer), tuple(warnings))
+    if not quantization:
+        return opened
+    from llmconv.quantized_weights.quantized_checkpoint import FIELD, quantized_checkpoint  # noqa: PLC0415 - if any
+
+    found = quantized_checkpoint(replace(opened, config={**settings, FIELD: quantization}))
+    return found.plain if found else opened
+
+
+STACK = ".switch_mlp."
+FORMAT = Format(
+    name="mlx",
+    title="MLX: a folder of mlx-lm with the experts of a layer in one matrix, `switch_mlp`",
+    detect=_has_stacks,
+    open=_open_stacks,
+    covers="Mixtral, Qwen 2 and 3 MoE, OLMoE, Phi MoE and GLM 4 MoE, in floats or quantized (the values of the codes); "
+    "other models of mlx-lm are Hugging Face folders already",
+)
 ADAPTER = AdapterFormat(
     "mlx-lm and mlx-vlm (`adapters.safetensors` next to `adapter_config.json`)", _detect, open_mlx_adapter
 )

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from llmconv.checkpoint import Checkpoint
+from llmconv.checkpoint import STACKED_BY_MLX, Checkpoint
 from llmconv.errors import UnsupportedInput, short
 from llmconv.quantized_weights.packed_weight import (
     IntegerCodes,
@@ -114,10 +114,10 @@ class AffineWeight(PackedWeight):
 def open_mlx(checkpoint: Checkpoint) -> Mapping[str, AffineWeight]:
     """The quantized matrices; UnsupportedInput: another mode or family; MalformedInput: parts that do not fit."""
     config, kind = checkpoint.config[FIELD], checkpoint.config.get("model_type")
-    if kind not in SAME_WEIGHTS:
+    if kind not in (*SAME_WEIGHTS, *STACKED_BY_MLX):
         raise UnsupportedInput(
             f"the model is a {short(kind)} with codes of `mlx`, which may store this family in a form of its own",
-            hint=f"take the model it was quantized from; supported are {', '.join(SAME_WEIGHTS)}",
+            hint=f"take the model it was quantized from; supported are {', '.join((*SAME_WEIGHTS, *STACKED_BY_MLX))}",
         )
     found = [name.removesuffix(SCALES) for name in checkpoint if name.endswith(SCALES)]
     weights = {stem + WEIGHT: _open_matrix(checkpoint, stem, config) for stem in found}
