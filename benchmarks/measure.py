@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import statistics
@@ -39,6 +40,18 @@ class Measurement:
     peak_mb: float
 
 
+PARENT = """
+import json, os, subprocess, sys, time
+started = time.perf_counter()
+process = subprocess.Popen(sys.argv[1:], stdout=subprocess.DEVNULL)
+_, status, usage = os.wait4(process.pid, 0)
+wall = time.perf_counter() - started
+process.returncode = os.waitstatus_to_exitcode(status)
+print(json.dumps([process.returncode, wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss]))
+"""
+"""A small process that starts a command: the peak of a process counts what its parent had until it was started."""
+
+
 def run(command: Sequence[str], accepted: Sequence[int] = (0,)) -> Measurement:
     """Runs a command to its end.
 
@@ -49,16 +62,11 @@ def run(command: Sequence[str], accepted: Sequence[int] = (0,)) -> Measurement:
     Raises:
         SystemExit: the command failed; a benchmark of something that fails is worth nothing.
     """
-    started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=INSTALLED)
-    assert process.stderr
-    talk = process.stderr.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    wall = time.perf_counter() - started
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode not in accepted:
-        sys.exit(f"{' '.join(command)} ended with {process.returncode}:\n{talk.decode()}")
-    return Measurement(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024 / 1e6)
+    made = subprocess.run([sys.executable, "-I", "-S", "-c", PARENT, *command], capture_output=True, env=INSTALLED)
+    code, wall, cpu, peak = json.loads(made.stdout)
+    if code not in accepted:
+        sys.exit(f"{' '.join(command)} ended with {code}:\n{made.stderr.decode()}")
+    return Measurement(wall, cpu, peak * 1024 / 1e6)
 
 
 def python(code: str, *arguments: str) -> list[str]:
