@@ -46,6 +46,8 @@ ENVIRONMENTS: dict[str, Steps] = {
         ),
     ),
     "openvino": (("openvino==2026.4.1", "numpy"),),
+    # llmconv as `pip install` gives it, without what its developers install: transformers imports some of that
+    "llmconv": (("--constraint", "constraints.txt", "--editable", "."),),
     "langchain": (("langchain-openai==1.7.4", "langchain==1.5.0"),),
     "litellm": (("litellm==1.110.2",),),
     "instructor": (("instructor==1.17.0",),),

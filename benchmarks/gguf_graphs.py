@@ -32,7 +32,10 @@ def main() -> int:
         Target("q4_0: wall time / `cp` of the file", walls[codes] / walls[copy], 3),
         Target("peak RSS, MB", max(one.peak_mb for name in (floats, codes) for one in results[name]), 500),
     ]
-    body = f"A random 1.1 B Llama as GGUF files, `--prefill --incremental`; medians.\n\n{table(results)}"
+    about = (
+        "A random 1.1 B Llama as GGUF files, `--prefill --incremental`, by llmconv as `pip install` gives it; medians."
+    )
+    body = f"{about}\n\n{table(results)}"
     if interpreter := llama_cpp.python():
         times = steps(interpreter)
         body += "\n\n" + "\n".join(rows(times))
@@ -46,11 +49,12 @@ def main() -> int:
 def exports() -> tuple[dict[str, list[Measurement]], int]:
     """The measured exports, and the bytes of weights that the one of floats wrote."""
     output, half, small = FOLDER / "out", written("float16") / "model.gguf", written("q4_0") / "model.gguf"
-    export = " ".join(llmconv("export", output / "model.gguf", "--prefill", "--incremental"))
+    installed = [str(environments.python("llmconv")), "-m", "llmconv", "export"]
+    export = " ".join([*installed, str(output / "model.gguf"), "--prefill", "--incremental"])
     in_place = f"mkdir {output} && ln {half} {output} && {export}"
     commands = {
         "`export` of the float16 file, next to it": ["bash", "-c", in_place],
-        "`export -o` of the q4_0 file": llmconv("export", small, "-o", output, "--prefill", "--incremental"),
+        "`export -o` of the q4_0 file": [*installed, str(small), "-o", str(output), "--prefill", "--incremental"],
         "`cp` of the q4_0 file": ["cp", str(small), str(output)],
     }
     results = interleaved(commands, 1 if QUICK else ROUNDS, output)

@@ -328,15 +328,6 @@ def explain(path: Path) -> LlmconvError:
     return _explain_folder(path) if path.is_dir() else _explain_file(path)
 
 
-def _unsupported_codes(config: Mapping[str, Any]) -> LlmconvError | None:
-    """The error for weights that no command reads, so that nobody goes on with another one."""
-    # of few folders
-    from llmconv.quantized_weights.quantized_checkpoint import FIELD, is_mlx, unsupported  # noqa: PLC0415
-
-    old = config.get("quantization")  # mlx-lm's first name
-    return unsupported({FIELD: config.get(FIELD) or (old if is_mlx(old) else None)})
-
-
 def _explain_folder(folder: Path) -> LlmconvError:
     if is_quantized_export(folder):
         return refused_export(folder)
@@ -344,7 +335,9 @@ def _explain_folder(folder: Path) -> LlmconvError:
         return found
     names = {entry.name for entry in folder.iterdir()}
     if is_model_folder(folder):
-        if problem := _unsupported_codes(read_json(folder / CONFIG)):
+        from llmconv.quantized_weights.quantized_checkpoint import unsupported  # noqa: PLC0415 - to explain alone
+
+        if problem := unsupported(read_json(folder / CONFIG)):  # no command reads it: nobody goes on with another one
             return problem
         return UnsupportedInput(
             f"`{folder}` already is a Hugging Face model folder",

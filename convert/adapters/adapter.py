@@ -110,6 +110,8 @@ class Tuner:
     scales_output: bool = False
     former: Mapping[str, str] = field(default_factory=dict)  # other parts that it had, and the PEFT that merges those
     of_weight: bool = False  # the update depends on the weight, so that of two adapters on one weight is not a sum
+    # how many rows the formula changes together; it is given whole groups of them
+    group: Callable[[ModuleTensors], int] = lambda learned: 1
 
 
 @dataclass(frozen=True)
@@ -267,6 +269,9 @@ class Adapter:
         return self.path.absolute().name
 
 
+INDICES = "_indices"  # end of the names of integers
+
+
 def check(adapter: Adapter) -> None:
     """Checks ranks against the config, and finite values; MalformedInput, or UnsupportedInput for another dtype."""
     if not any((adapter.pairs, adapter.whole, adapter.tokens, adapter.learned)):
@@ -308,6 +313,8 @@ def _require_gathered(name: str, tensor: LazyTensor) -> None:
 
 
 def _require_finite(name: str, tensor: LazyTensor) -> None:
+    if name.endswith(INDICES) and tensor.dtype.numpy.kind in "iu":
+        return
     if tensor.dtype.numpy.kind not in "fV":
         raise UnsupportedInput(
             f"the adapter stores `{name}` as {tensor.dtype.name}", hint="only floating-point adapters are merged"

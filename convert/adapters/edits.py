@@ -249,11 +249,13 @@ class TunerUpdate:
             return whole[start:stop]
         delta = self.needed.take(stop - start, lambda: self.tuner.delta(self.learned, self.shape))
         result = np.empty((stop - start, self.shape[1]))
-        height = max(1, TILE_ELEMENTS // max(1, self.shape[1]))
+        height, group = max(1, TILE_ELEMENTS // max(1, self.shape[1])), self.tuner.group(self.learned)
         for first in range(start, stop, height):
             last = min(first + height, stop)
-            rows = base.rows(first, last).reshape(last - first, -1).astype(np.float64)
-            np.multiply(delta(rows, first), self.weight, out=result[first - start : last - start])
+            low, high = first - first % group, last + -last % group
+            rows = base.rows(low, high).reshape(high - low, -1).astype(np.float64)
+            own = delta(rows, low)[first - low : last - low]
+            np.multiply(own, self.weight, out=result[first - start : last - start])
         return result
 
 

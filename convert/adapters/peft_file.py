@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -308,6 +309,9 @@ def open_adapter(path: Path, alpha: float | None = None, *, initial: bool = Fals
     fields = read_json(folder / CONFIG)
     if (folder / AUTOMODEL).is_file():
         fields["moe_rank_scaling"] = read_json(folder / AUTOMODEL).get("moe_rank_scaling")
+    if fields.get("peft_type") == TOKENS_ALONE:
+        fields = _as_lora(fields, alpha)
+        alpha = None
     config = parse_config(fields, alpha, initial=initial)
     weights = _weights(folder)
     return to_adapter(folder, (weights,), config, read_tensors(weights))
@@ -385,10 +389,22 @@ LORA_ONLY = (  # fields without a known meaning for other tuners
 )
 
 
+TOKENS_ALONE = "TRAINABLE_TOKENS"  # rows of embeddings as of a LoRA that trains no factors
+
+
+def _as_lora(fields: dict[str, Any], alpha: float | None) -> dict[str, Any]:
+    """The fields of a LoRA with the same trained rows (PEFT `tuners/trainable_tokens`); UsageProblem for an `alpha`."""
+    if alpha is not None:
+        raise _no_alpha(TOKENS_ALONE)
+    own = {name: value for name, value in fields.items() if name not in ("token_indices", "init_weights")}
+    return own | {"peft_type": "LORA", "lora_alpha": 1, "trainable_token_indices": fields.get("token_indices")}
+
+
 def is_tuned(path: Path) -> bool:
-    """Whether the folder's config has another `peft_type` than LORA."""
+    """Whether the folder's config has another `peft_type` than LORA and trained tokens."""
     config = (path if path.is_dir() else path.parent) / CONFIG
-    return config.is_file() and isinstance(kind := read_json(config).get("peft_type"), str) and kind != "LORA"
+    kind = read_json(config).get("peft_type") if config.is_file() else None
+    return isinstance(kind, str) and kind not in ("LORA", TOKENS_ALONE)
 
 
 def open_tuned(path: Path, alpha: float | None = None) -> Adapter:
@@ -400,12 +416,9 @@ def open_tuned(path: Path, alpha: float | None = None) -> Adapter:
     fields = read_json(folder / CONFIG)
     from llmconv.convert.adapters.tuner_kinds import by_peft_type  # noqa: PLC0415 - LoRA needs none of them
 
-    tuner = by_peft_type(fields["peft_type"])
+    tuner = by_peft_type(fields["peft_type"], fields.get("init_weights"))
     if alpha is not None:
-        raise UsageProblem(
-            f"`--alpha` is for LoRA, the adapter is of `peft_type` {tuner.peft_type!r}",
-            hint="leave out `--alpha`; to merge more or less of an adapter give `--weight`",
-        )
+        raise _no_alpha(tuner.peft_type)
     weights, settings = _weights(folder), AdapterFields(fields)
     learned, wholes = _sort_entries(read_tensors(weights), weights.name, tuner, settings)
     config = _config(settings, tuner)
@@ -413,6 +426,13 @@ def open_tuned(path: Path, alpha: float | None = None) -> Adapter:
     adapter = Adapter(folder, (weights,), folder / CONFIG, config, {}, whole, originals, learned=learned, tuner=tuner)
     check(adapter)
     return adapter
+
+
+def _no_alpha(kind: str) -> UsageProblem:
+    return UsageProblem(
+        f"`--alpha` is for LoRA, the adapter is of `peft_type` {kind!r}",
+        hint="leave out `--alpha`; to merge more or less of an adapter give `--weight`",
+    )
 
 
 def _config(settings: AdapterFields, tuner: Tuner) -> LoraConfig:

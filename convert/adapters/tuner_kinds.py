@@ -11,6 +11,7 @@ import numpy as np
 from llmconv.convert.adapters.adapter import FittingShape, ModuleTensors, RowChange, Tuner, WeightShape
 from llmconv.convert.adapters.lora_config import AdapterFields
 from llmconv.convert.adapters.low_rank_sum import thin_product
+from llmconv.convert.adapters.newer_tuner_kinds import NEWER, VARIANTS
 from llmconv.convert.fields import LARGEST
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import BY_NAME, Array, LazyTensor, in_memory
@@ -554,7 +555,8 @@ BOFT = Tuner(
 )
 
 
-TUNERS = {row.peft_type: row for row in (IA3, LN_TUNING, ADALORA, LOHA, LOKR, VERA, FOURIERFT, HRA, OFT, BOFT)}
+ROWS = (IA3, LN_TUNING, ADALORA, LOHA, LOKR, VERA, FOURIERFT, HRA, OFT, BOFT)
+TUNERS = {row.peft_type: row for row in ROWS} | NEWER
 
 VIRTUAL = "it adds virtual tokens and changes no weight, so no merged model equals it"
 PROMPT = f"{VIRTUAL}; serve the adapter with PEFT"
@@ -569,10 +571,10 @@ UNMERGEABLE: dict[str, str] = {  # `peft_type` to the way out, for adapters that
 }
 
 
-def by_peft_type(kind: object) -> Tuner:
-    """The tuner of an adapter's `peft_type`; UnsupportedInput if it cannot be merged or is unknown."""
+def by_peft_type(kind: object, initialization: object = None) -> Tuner:
+    """The tuner of an adapter's `peft_type` and `init_weights`; UnsupportedInput: not mergeable, or unknown."""
     if isinstance(kind, str) and kind in TUNERS:
-        return TUNERS[kind]
+        return VARIANTS.get((kind, str(initialization)), TUNERS[kind])
     if isinstance(kind, str) and kind in UNMERGEABLE:
         raise UnsupportedInput(f"the adapter has `peft_type` {kind!r}", hint=UNMERGEABLE[kind])
     raise UnsupportedInput(

@@ -44,11 +44,6 @@ FIRST_ALPHA = 0.1  # of mlx-vlm's first kind, where its config has none
 EXPERTS_LIMIT = 4096  # more experts than any layer has
 POSITIONS = ("wpe.weight", "embed_positions.weight")
 
-SAME_WEIGHTS = (  # model types whose weights mlx-lm stores unchanged, so that fully trained ones can be used
-    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "stablelm"),
-    *("starcoder2", "granite", "cohere", "cohere2", "smollm3", "internlm2"),
-)
-
 
 def _detect(path: Path) -> bool:
     folder = path if path.is_dir() else path.parent
@@ -66,6 +61,8 @@ def open_mlx_adapter(path: Path, base: Checkpoint, alpha: float | None = None) -
     fields, tensors = read_json(folder / CONFIG), dict(read_header(weights).tensors)
     kind = fields.get("fine_tune_type", "lora")
     if kind == "full":
+        from llmconv.quantized_weights.methods.mlx import SAME_WEIGHTS  # noqa: PLC0415 - of adapters of this kind alone
+
         if (model := base.config.get("model_type")) not in SAME_WEIGHTS:
             raise UnsupportedInput(
                 f"`{folder.name}` holds whole weights (`fine_tune_type` full) of a {short(model)}, which mlx-lm may "

@@ -59,7 +59,7 @@ COMBINATIONS = ["linear", "cat", "svd", "magnitude_prune", "ties", "dare_linear"
 def command(base: str, adapters: tuple[str, ...], as_json: bool, dry_run: bool, output: Path, **choices: Any) -> None:
     """Merge adapters into BASE and write the Hugging Face folder OUT.
 
-    Adapters of PEFT (LoRA, AdaLoRA, LoHa, LoKr, IA3, VeRA, OFT, BOFT, FourierFT, HRA, LN tuning), PaddleNLP,
+    Adapters of PEFT (LoRA and twenty other kinds, see docs/merging.md), PaddleNLP,
     mlx-lm, torchtune, LitGPT, MindFormers or LLaMA2-Accessory, detected by their files. Several are summed in one
     pass, in float64 with one rounding, or combined by --combine. An adapter tensor that matches no weight of BASE is
     an error.

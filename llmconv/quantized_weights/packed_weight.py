@@ -200,9 +200,14 @@ class IntegerCodes:
 
     @property
     def block_size(self) -> int | None:
-        """The largest block, columns sorted by group, that onnxruntime has a product for; else None."""
+        """The largest block, columns sorted by group, that onnxruntime has a product for; else None.
+
+        With offsets, which are multiplied by the sums of blocks, all blocks are whole.
+        """
         groups = np.sort(self.groups)
         for size in SIZES:
+            if self.offsets and len(groups) % size:
+                continue
             blocks = np.pad(groups, (0, -len(groups) % size), mode="edge").reshape(-1, size)
             if (blocks == blocks[:, :1]).all():
                 return size

@@ -81,7 +81,8 @@ def quantized_checkpoint(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
 
 def without_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config without settings of quantization, which composite models may have in `text_config`, too."""
-    kept = {name: value for name, value in config.items() if name not in (FIELD, "compression_config")}
+    left = {FIELD, "compression_config", *(("quantization",) if is_mlx(config.get("quantization")) else ())}
+    kept = {name: value for name, value in config.items() if name not in left}
     return {name: without_settings(value) if isinstance(value, Mapping) else value for name, value in kept.items()}
 
 

@@ -49,14 +49,24 @@ class Layers(torch.nn.Module):
 @contextmanager
 def in_float64() -> Iterator[None]:
     """What PEFT's merges make in float32 on the way, of the default type or by a cast, is float64 too."""
-    cast = torch.Tensor.float
+    cast, convert = torch.Tensor.float, torch.Tensor.to
     torch.set_default_dtype(torch.float64)
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
+    torch.Tensor.to = _wide(convert)  # type: ignore[method-assign]
     try:
         yield
     finally:
         torch.set_default_dtype(torch.float32)
-        torch.Tensor.float = cast  # type: ignore[method-assign]
+        torch.Tensor.float, torch.Tensor.to = cast, convert  # type: ignore[method-assign]
+
+
+def _wide(convert: Any) -> Any:
+    """`Tensor.to` with float64 for float32."""
+
+    def to(tensor: torch.Tensor, *where: Any, **named: Any) -> Any:
+        return convert(tensor, *(torch.float64 if one is torch.float32 else one for one in where), **named)
+
+    return to
 
 
 def merged_by_peft(model: torch.nn.Module, adapter: Path) -> State:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.compressed import quantize
-from llmconv.errors import InputRefused, UnsupportedInput
+from llmconv.errors import InputRefused
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
 from tests.compressed.test_reference import preset
 
@@ -92,15 +92,35 @@ def test_groups_of_another_size_are_refused(coded: Path, tmp_path: Path) -> None
         read(folder)
 
 
-@pytest.mark.parametrize("fields", [("quantization", "quantization_config"), ("quantization",)])
-@pytest.mark.parametrize(
-    "extra", [{}, {"mode": "affine", "lm_head": False, "model.norm": {"group_size": 64, "bits": 8}}]
-)
-def test_a_folder_that_mlx_quantized_is_named(fields: tuple[str, ...], extra: dict[str, Any], tmp_path: Path) -> None:
+ONE = {"words": torch.ones(8, 4, dtype=torch.uint32), "scales": torch.ones(8, 1), "biases": torch.ones(8, 1)}
+SPOILED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"mode": "mxfp4"}, {}, "mode 'mxfp4'"),
+    ({"lm_head": {"bits": 4, "group_size": 32, "mode": "nvfp4"}}, {}, "mode 'nvfp4'"),
+    ({"bits": 7}, {}, "of 7 bits"),
+    ({"bits": 10**400}, {}, "bits"),
+    ({"group_size": 0}, {}, "groups of 0"),
+    ({"group_size": 64}, {}, "expected [8, 8], got [8, 4]"),
+    ({"lm_head": {"bits": 8, "group_size": 32}}, {}, "expected [8, 8], got [8, 4]"),
+    ({}, {"biases": None}, "missing key `lm_head.biases`"),
+    ({}, {"scales": None}, "`lm_head.biases` does not belong"),
+    ({}, {"words": torch.ones(8, 4, dtype=torch.int32)}, "stored as int32"),
+    ({}, {"words": torch.ones(8, dtype=torch.uint32)}, "not matrices"),
+    ({}, {"scales": torch.ones(8, 1, dtype=torch.float64)}, "stored as float64"),
+    ({}, {"biases": torch.ones(8, 1).half()}, "stored as float16"),
+    ({"model_type": "qwen3_next"}, {}, "in a form of its own"),
+]
+
+
+@pytest.mark.parametrize(("fields", "tensors", "named"), SPOILED, ids=str)
+def test_what_mlx_does_not_write_is_named(
+    fields: dict[str, Any], tensors: dict[str, Any], named: str, tmp_path: Path
+) -> None:
     """mlx-lm writes no `quant_method`, and at first wrote `quantization` alone."""
-    tensors = {"lm_head.weight": torch.ones(8, 4, dtype=torch.int32), "lm_head.scales": torch.ones(8, 1)}
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "mlx"})
-    config = {"model_type": "llama", **dict.fromkeys(fields, {"group_size": 32, "bits": 4, **extra})}
+    kind, names = fields.get("model_type", "llama"), {"words": "weight"}
+    found = {f"lm_head.{names.get(name, name)}": one for name, one in {**ONE, **tensors}.items() if one is not None}
+    save_file(found, tmp_path / "model.safetensors", {"format": "mlx"})
+    config = {"model_type": kind, "quantization": {"group_size": 32, "bits": 4, **fields, "model_type": False}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedInput, match="quantized with `mlx`"):
+    with pytest.raises(InputRefused) as refused:
         quantized_checkpoint(open_checkpoint(tmp_path))
+    assert named in refused.value.message and refused.value.hint

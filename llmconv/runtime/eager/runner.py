@@ -39,10 +39,10 @@ from transformers.utils import logging as transformers_logging
 
 from llmconv.causal_lm import language_config, require_causal, require_one_attention, require_rotary
 from llmconv.checkpoint import INDEX, SINGLE, has_weights, open_weights, read_json
-from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem, first_line
+from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem, first_line, word
 from llmconv.memory import raise_if_out_of_memory, trim
 from llmconv.not_a_model_folder import refused_model
-from llmconv.quantized_weights.quantized_checkpoint import FIELD, is_mlx, unsupported
+from llmconv.quantized_weights.quantized_checkpoint import FIELD, is_mlx
 from llmconv.runtime.custom_code import custom_classes, custom_code_errors, uses_custom_code
 from llmconv.runtime.eager.cache import EagerCache, fresh_cache, restore, to_numpy
 from llmconv.runtime.eager.limit_margins import Float64Casts, LimitMargins
@@ -147,9 +147,14 @@ class EagerRunner(Runner):
             raise
         except Exception as error:  # an invalid config may raise anything in the model's code
             raise_if_out_of_memory(error, f"while `{folder.name}` was loaded")
-            settings = read_json(folder / "config.json").get(FIELD)
-            if is_mlx(settings) and (problem := unsupported({FIELD: settings})):
-                raise problem from error  # transformers says only that a field is missing
+            stored = read_json(folder / "config.json")
+            if is_mlx(
+                stored.get(FIELD) or stored.get("quantization")
+            ):  # transformers says only that a field is missing
+                raise UnsupportedInput(
+                    f"`{folder.name}` is quantized with `mlx`, which transformers does not load",
+                    hint=f"`llmconv to-hf {word(folder)} -o OUT --quant dequantize` writes the values of its codes",
+                ) from error
             require_vocabulary(open_weights(folder) if self._given is None else self._given, fields, folder)
             hint = "the folder needs config.json and safetensors weights of a causal language model"
             raise InputRefused(f"transformers cannot load `{folder}`: {first_line(error)}", hint=hint) from error

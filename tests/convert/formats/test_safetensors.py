@@ -329,12 +329,12 @@ def test_without_a_change_a_hugging_face_folder_is_refused_with_the_way(tmp_path
 
 
 @pytest.mark.parametrize("field", ["quantization", "quantization_config"])
-def test_a_folder_that_mlx_quantized_is_not_called_ready(field: str, tmp_path: Path, folder: Path) -> None:
-    """No other command reads it either; transformers' own error is of a missing field."""
+def test_a_folder_that_mlx_quantized_is_told_how_to_become_plain(field: str, tmp_path: Path, folder: Path) -> None:
     config = LLAMA | {"architectures": ["LlamaForCausalLM"], field: {"group_size": 64, "bits": 4, "model.a": False}}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedInput, match="quantized with `mlx`"):
+    with pytest.raises(UnsupportedInput) as refused:
         to_hf(folder, tmp_path / "hf")
+    assert "--quant dequantize" in str(refused.value.hint)
 
 
 def test_a_hugging_face_folder_is_cast(tmp_path: Path, folder: Path) -> None:

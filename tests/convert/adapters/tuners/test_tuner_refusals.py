@@ -16,6 +16,7 @@ from tests.builders.hf_models import SMALLEST, smallest_shapes
 
 Q = "layers.0.self_attn.q_proj"
 PREFIX = f"base_model.model.model.{Q}"
+BANK, SIDES = "vblora_vector_bank", ("randlora_A", "randlora_B")  # of all modules
 GOOD: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
     "ADALORA": ({"lora_alpha": 4, "init_r": 2}, {"lora_A": (2, 4), "lora_B": (6, 2), "lora_E": (2, 1)}),
     "LOHA": (
@@ -30,6 +31,19 @@ GOOD: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
     "FOURIERFT": ({"n_frequency": 5}, {"fourierft_spectrum": (5,)}),
     "HRA": ({"r": 2}, {"hra_u": (4, 2)}),
     "LN_TUNING": ({}, {"ln_tuning_layers.bias": (6,)}),
+    "MISS": ({"r": 2}, {"miss_block": (2, 6)}),
+    "BONE": ({"r": 2}, {"bone_block": (2, 6)}),
+    "C3A": ({"block_size": 2}, {"c3a_kernel": (3, 2, 2)}),
+    "ROAD": ({"group_size": 2}, {"road_theta": (3,), "road_alpha": (3,)}),
+    "DELORA": ({"r": 2}, {"delora_A": (2, 4), "delora_B": (6, 2), "delora_lambda": (1,), "delora_w_norm": (4,)}),
+    "GRALORA": ({"r": 2}, {"gralora_A": (2, 2, 2), "gralora_B": (2, 2, 3)}),
+    "HIRA": ({"r": 2}, {"hira_A": (2, 4), "hira_B": (6, 2)}),
+    "VBLORA": ({"r": 2, "topk": 1}, {"vblora_logits_A": (2, 2, 3), "vblora_logits_B": (3, 2, 3), BANK: (3, 2)}),
+    "RANDLORA": (
+        {"r": 2},
+        {"randlora_lambda": (2, 2), "randlora_gamma": (2, 4), SIDES[0]: (2, 1, 4), SIDES[1]: (6, 2, 2)},
+    ),
+    "SHIRA": ({"r": 1}, {"shira_weight": (1,), "shira_indices": (2, 1)}),
 }
 ATTEMPTS = [
     ("ADALORA", {"lora_A": (3, 4)}, {}, "rank"),
@@ -75,6 +89,36 @@ ATTEMPTS = [
     ("HRA", {}, {"r": 3}, "rank"),
     ("HRA", {}, {"apply_GS": True}, "hra_u"),
     ("LN_TUNING", {"ln_tuning_layers.bias": (5,)}, {}, "[5]"),
+    ("MISS", {"miss_block": (2, 5)}, {}, "5×any"),
+    ("MISS", {"miss_block": (2, 4)}, {"init_weights": "mini"}, "2×4"),
+    ("MISS", {"miss_block": (3, 2, 2)}, {}, "miss_block"),
+    ("MISS", {"miss_block": (2, 3, 3)}, {"init_weights": "bat", "r": 3}, "do not fill"),
+    ("BONE", {"bone_block": None}, {}, "no tensors"),
+    ("BONE", {"bone_block": (3, 6)}, {}, "rank"),
+    ("C3A", {"c3a_kernel": (3, 2, 3)}, {}, "9×6"),
+    ("C3A", {"c3a_kernel": (3, 2)}, {}, "c3a_kernel"),
+    ("ROAD", {"road_alpha": (2,)}, {}, "angles"),
+    ("ROAD", {}, {"variant": "road_3"}, "road_3"),
+    ("ROAD", {}, {"group_size": 4}, "groups"),
+    ("ROAD", {}, {"group_size": 0}, "group_size"),
+    ("DELORA", {"delora_w_norm": (5,)}, {}, "in is"),
+    ("DELORA", {"delora_w_norm": None}, {}, "lacks `delora_w_norm`"),
+    ("DELORA", {}, {"r": 3}, "rank"),
+    ("GRALORA", {}, {"gralora_k": 3}, "blocks"),
+    ("GRALORA", {}, {"hybrid_r": 1}, "lacks `gralora_A_general`"),
+    ("GRALORA", {"gralora_A": (2, 2, 3), "gralora_B": (2, 3, 3)}, {"r": 3}, "rank 3"),
+    ("HIRA", {"hira_B": (6, 3)}, {}, "rank"),
+    ("HIRA", {"hira_B": (6, 2, 1, 1)}, {}, "B [6, 2, 1, 1]"),
+    ("VBLORA", {BANK: (4, 2)}, {}, "vectors"),
+    ("VBLORA", {BANK: None}, {}, "lacks `vblora_vector_bank`"),
+    ("VBLORA", {}, {"topk": 4}, "topk"),
+    ("VBLORA", {"vblora_logits_B": (2, 2, 3)}, {}, "4×4"),
+    ("RANDLORA", dict.fromkeys(SIDES), {}, "save_projection"),
+    ("RANDLORA", {SIDES[1]: (5, 2, 2)}, {}, "[5, 2, 2]"),
+    ("RANDLORA", {"randlora_gamma": (2, 3)}, {}, "smaller side"),
+    ("SHIRA", {"shira_weight": (2,), "shira_indices": (2, 2)}, {}, "twice"),
+    ("SHIRA", {"shira_indices": (3, 1)}, {}, "shira_indices"),
+    ("SHIRA", {"shira_weight": (2,)}, {}, "elements"),
     ("LN_TUNING", {"other.ln_tuning_layers.weight": (5,)}, {}, "other.weight"),
 ]
 
@@ -88,7 +132,10 @@ def folders(save_tensors: Callable[..., Path]) -> Callable[..., tuple[Path, Path
         tensors = {name: torch.ones(shape) for name, shape in smallest_shapes().items()}
         base = save_tensors("base", tensors, {"config.json": SMALLEST})
         parts = {name: shape for name, shape in {**good[1], **shapes}.items() if shape}
-        learned = {f"{PREFIX}.{name}": torch.ones(shape) for name, shape in parts.items()}
+        learned = {
+            f"base_model.{name}" if name in (BANK, *SIDES) else f"{PREFIX}.{name}": torch.ones(shape)
+            for name, shape in parts.items()
+        }
         files = {"adapter_config.json": {"peft_type": kind, **good[0], **fields}}
         return base, save_tensors("adapter", learned, files, weights="adapter_model.safetensors")
 

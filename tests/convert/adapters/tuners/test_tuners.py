@@ -11,11 +11,11 @@ import numpy as np
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from llmconv.convert import merge_lora
 from llmconv.convert.adapters.tuner_kinds import LONG, TorchRandom, first_of_permutation
-from llmconv.errors import UnsupportedInput
+from llmconv.errors import UnsupportedInput, UsageProblem
 from tests.builders.tuned_models import (
     OPT,
     in_float64,
@@ -40,6 +40,15 @@ CONFIGS: dict[str, Callable[..., peft.PeftConfig]] = {
     "boft": lambda **more: peft.BOFTConfig(**{"boft_block_size": 4, **more}),
     "fourierft": lambda **more: peft.FourierFTConfig(**{"n_frequency": 30, **more}),
     "hra": lambda **more: peft.HRAConfig(**{"r": 4, **more}),
+    "miss": lambda **more: peft.MissConfig(**{"r": 8, **more}),
+    "c3a": lambda **more: peft.C3AConfig(**{"block_size": 4, **more}),
+    "road": lambda **more: peft.RoadConfig(**{"group_size": 4, **more}),
+    "delora": lambda **more: peft.DeloraConfig(**{"r": 4, **more}),
+    "gralora": lambda **more: peft.GraloraConfig(**{"r": 4, "alpha": 6, **more}),
+    "hira": lambda **more: peft.HiraConfig(**{"r": 4, **more}),
+    "vblora": lambda **more: peft.VBLoRAConfig(**{"r": 4, "num_vectors": 30, "vector_length": 4, **more}),
+    "randlora": lambda **more: peft.RandLoraConfig(**{"r": 5, "randlora_alpha": 3, **more}),
+    "shira": lambda **more: peft.ShiraConfig(**{"r": 3, "random_seed": 1, **more}),
 }
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("adalora", {"target_modules": LINEAR}),
@@ -70,6 +79,23 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("hra", {"target_modules": CONV}),
     ("hra", {"target_modules": LINEAR, "apply_GS": True, "modules_to_save": ["norm"]}),
     ("hra", {"target_modules": LINEAR, "bias": "all"}),
+    ("miss", {"target_modules": LINEAR}),
+    ("miss", {"target_modules": LINEAR, "r": 7, "init_weights": False}),  # the last block is smaller
+    ("miss", {"target_modules": LINEAR, "init_weights": "mini", "mini_r": 12}),
+    ("miss", {"target_modules": LINEAR, "init_weights": "bat", "r": 12}),
+    ("c3a", {"target_modules": LINEAR}),
+    ("c3a", {"target_modules": LINEAR, "block_size": 12, "block_size_pattern": {"square": 6}}),
+    *(("road", {"target_modules": LINEAR, "variant": f"road_{number}", "group_size": 12}) for number in (1, 2, 4)),
+    ("delora", {"target_modules": LINEAR}),
+    ("delora", {"target_modules": LINEAR, "rank_pattern": {"square": 7}, "lambda_pattern": {"linear": 3}}),
+    ("gralora", {"target_modules": LINEAR}),
+    ("gralora", {"target_modules": LINEAR, "gralora_k": 4, "r": 8, "hybrid_r": 3}),
+    ("hira", {"target_modules": [*CONV, "conv1", "embedding"]}),
+    ("hira", {"target_modules": LINEAR, "rank_pattern": {"square": 7}}),
+    ("vblora", {"target_modules": LINEAR}),
+    ("randlora", {"target_modules": LINEAR}),
+    ("randlora", {"target_modules": ["linear"], "sparse": True, "r": 6}),
+    ("shira", {"target_modules": LINEAR}),
 ]
 
 
@@ -109,6 +135,46 @@ def test_an_oft_of_before_peft_0_18_ends_with_twice_the_last_power(terms: int, t
         torch.testing.assert_close(after[weight].double(), exact, rtol=1e-6, atol=1e-6)
 
 
+def test_the_largest_weights_of_vblora_alone_are_enough(tmp_path: Path) -> None:
+    """PEFT turns them into logits of float32 and back, so that its merge is not exact."""
+    config = CONFIGS["vblora"](target_modules=LINEAR, topk=3, save_only_topk_weights=True)
+    base, adapter, exact = train_layers(tmp_path, config)
+    merge_lora(base, [adapter], tmp_path / "out")
+    found, before = load_file(tmp_path / "out" / "model.safetensors"), load_file(base / "model.safetensors")
+    for name in ("linear.weight", "square.weight"):
+        torch.testing.assert_close(found[name].double(), exact[name], rtol=1e-6, atol=1e-7)
+        assert not torch.allclose(found[name], before[name], rtol=1e-3)
+
+
+@pytest.mark.parametrize("form", [True, "bat"])
+def test_a_bone_is_a_miss_of_another_name(form: bool | str, tmp_path: Path) -> None:
+    """PEFT 0.14 to 0.18 `tuners/bone`: the same layers."""
+    base, adapter, exact = train_layers(tmp_path, CONFIGS["miss"](target_modules=LINEAR, init_weights=form, r=12))
+    file, config = adapter / "adapter_model.safetensors", json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "peft_type": "BONE"}))
+    save_file({name.replace("miss_block", "bone_block"): value for name, value in load_file(file).items()}, file)
+    merge_lora(base, [adapter], tmp_path / "out")
+    assert not wrong(tmp_path / "out", exact)
+
+
+def test_trained_tokens_alone_replace_rows(tmp_path: Path) -> None:
+    config = peft.TrainableTokensConfig(target_modules=["embedding"], token_indices=[7, 1])
+    base, adapter, exact = train_layers(tmp_path, config)
+    merge = merge_lora(base, [adapter], tmp_path / "out")
+    assert not wrong(tmp_path / "out", exact) and len(merge.warnings) == 1
+    assert not torch.equal(exact["embedding.weight"][7], layers_of(base).embedding.weight[7].double())
+    with pytest.raises(UsageProblem, match="--alpha"):
+        merge_lora(base, [adapter], tmp_path / "other", alpha=4)
+
+
+def test_trained_tokens_of_a_tied_model_are_in_its_head_too(tiny: Any, tmp_path: Path) -> None:
+    config = peft.TrainableTokensConfig(target_modules=["wte"], token_indices=[7, 1])
+    base, adapter, exact = train_causal(tiny("gpt2"), tmp_path, config)
+    merge_lora(base, [adapter], tmp_path / "out")
+    assert not wrong(tmp_path / "out", exact)
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+
+
 @pytest.mark.filterwarnings("ignore:.*have invalid shape")  # of a pruned module, as of one that was not gathered
 def test_a_module_that_adalora_pruned_away_keeps_its_weight(tmp_path: Path) -> None:
     base, adapter, _ = train_layers(tmp_path, CONFIGS["adalora"](target_modules=LINEAR))
@@ -145,7 +211,7 @@ def test_two_adapters_are_what_peft_computes_or_the_merge_says_that_they_are_not
     assert noted == differs
 
 
-@pytest.mark.slow_rows("fourierft-dtype1")
+@pytest.mark.slow_rows(*(f"{kind}-dtype1" for kind in CONFIGS))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_half_precision_is_rounded_once(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -155,7 +221,7 @@ def test_half_precision_is_rounded_once(kind: str, dtype: torch.dtype, tmp_path:
 
 
 @pytest.mark.quick_rows("ia3")
-@pytest.mark.parametrize("kind", ["adalora", "ia3", "vera", "fourierft"])
+@pytest.mark.parametrize("kind", ["adalora", "ia3", "vera", "fourierft", "gralora", "hira", "vblora", "randlora"])
 def test_conv1d_weights_are_stored_the_other_way_round(kind: str, tiny: Any, tmp_path: Path) -> None:
     config = CONFIGS[kind](target_modules=["c_attn", "c_proj", "c_fc"])
     base, adapter, exact = train_causal(tiny("gpt2"), tmp_path, config)
