@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from llmconv.convert import merge_lora
+from llmconv.convert.adapters import edits
 from llmconv.convert.adapters.tuner_kinds import LONG, TorchRandom, first_of_permutation
 from llmconv.errors import UnsupportedInput, UsageProblem
 from tests.builders.tuned_models import (
@@ -185,6 +186,20 @@ def test_a_module_that_adalora_pruned_away_keeps_its_weight(tmp_path: Path) -> N
     assert load_file(adapter / "adapter_model.safetensors")["base_model.model.linear.lora_A"].shape == (0, 24)
     merge_lora(base, [adapter], tmp_path / "out")
     assert not wrong(tmp_path / "out", merged_by_peft(layers_of(base).double(), adapter))
+
+
+BAT = {"init_weights": "bat", "r": 12}
+
+
+@pytest.mark.quick_rows("road-{}", "gralora-{}", f"miss-{BAT}")
+@pytest.mark.parametrize(("kind", "more"), [*((kind, {}) for kind in CONFIGS), ("miss", BAT)], ids=str)
+def test_an_update_does_not_depend_on_the_rows_that_are_asked_for(
+    kind: str, more: dict[str, Any], monkeypatch: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(edits, "TILE_ELEMENTS", 7 * 24)  # rows of a `Layers`
+    base, adapter, exact = train_layers(tmp_path, CONFIGS[kind](target_modules=LINEAR, **more))
+    merge_lora(base, [adapter], tmp_path / "out")
+    assert not wrong(tmp_path / "out", exact)
 
 
 PAIRS = {**CONFIGS, "dora": lambda **more: peft.LoraConfig(**{"r": 4, "use_dora": True, **more})}
