@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -215,14 +216,17 @@ def _gralora_delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
     """Rows of the update: a thin product for each block of outputs, and one for all."""
     right, left, hybrid = learned.read("gralora_A"), learned.read("gralora_B"), _gralora_hybrid(learned)
     blocks, columns, rank = right.shape
-    left = left * (learned.settings.number("alpha", default=64) / (rank + hybrid))
-    part = rank // blocks
-    factors = []  # by block of outputs: r×in, block-diagonal
-    for at in range(blocks):
-        factor = np.zeros((blocks, part, blocks, columns))
-        factor[range(blocks), :, range(blocks)] = right[:, :, at * part : (at + 1) * part].transpose(0, 2, 1)
-        factors.append(factor.reshape(rank, -1))
-    scale = learned.settings.number("alpha", default=64) / (rank + hybrid)
+    part, scale = rank // blocks, learned.settings.number("alpha", default=64) / (rank + hybrid)
+    left = left * scale
+
+    @lru_cache(maxsize=1)
+    def factor(block: int) -> Array:
+        """Of one block of outputs: r×in, block-diagonal."""
+        result = np.zeros((blocks, part, blocks, columns))
+        own = right[:, :, block * part : (block + 1) * part]
+        result[range(blocks), :, range(blocks)] = own.transpose(0, 2, 1)
+        return result.reshape(rank, -1)
+
     common = [learned.read(f"gralora_{one}_general") for one in "BA"] if hybrid else []
 
     def rows(weight: Array, start: int) -> Array:
@@ -231,7 +235,7 @@ def _gralora_delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
         while first < len(weight):
             block, line = divmod(start + first, height)
             last = min(first + height - line, len(weight))
-            result[first:last] = thin_product(left[block][:, line : line + last - first].T, factors[block])
+            result[first:last] = thin_product(left[block][:, line : line + last - first].T, factor(block))
             first = last
         if common:
             result += scale * thin_product(common[0][start : start + len(weight)], common[1])
@@ -388,9 +392,15 @@ def _randlora_delta(learned: ModuleTensors, shape: WeightShape) -> RowChange:
     bases, small = gamma.shape
     scaled = learned.read("randlora_lambda")[:, :, None] * learned.read("randlora_A")[:, :, :small] * gamma
     short = scaled.reshape(-1, small) * (settings.number("randlora_alpha", default=640) / len(scaled))
-    long = learned.read("randlora_B")[: max(shape), :bases].reshape(max(shape), -1)
-    left, right = (long, short) if small == shape[1] else (short.T, long.T)
-    return lambda weight, start: thin_product(left[start : start + len(weight)], right)
+
+    def long(start: int, stop: int) -> Array:
+        rows = learned.tensors["randlora_B"].rows(start, stop)[:, :bases]
+        return rows.reshape(stop - start, -1).astype(np.float64)
+
+    if small == shape[1]:
+        return lambda weight, start: thin_product(long(start, start + len(weight)), short)
+    right = long(0, shape[1]).T
+    return lambda weight, start: thin_product(short.T[start : start + len(weight)], right)
 
 
 RANDLORA = Tuner(

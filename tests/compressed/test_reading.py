@@ -99,6 +99,7 @@ SPOILED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"bits": 7}, {}, "of 7 bits"),
     ({"bits": 10**400}, {}, "bits"),
     ({"group_size": 0}, {}, "groups of 0"),
+    ({"bits": 3, "group_size": 43}, {}, "no whole words"),
     ({"group_size": 64}, {}, "expected [8, 8], got [8, 4]"),
     ({"lm_head": {"bits": 8, "group_size": 32}}, {}, "expected [8, 8], got [8, 4]"),
     ({}, {"biases": None}, "missing key `lm_head.biases`"),

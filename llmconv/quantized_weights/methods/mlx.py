@@ -140,6 +140,8 @@ def _open_matrix(checkpoint: Checkpoint, stem: str, config: Mapping[str, Any]) -
     if len(words.shape) != 2 or len(scales.shape) != 2 or 0 in words.shape or 0 in scales.shape:
         refuse(name, f"has shape {list(words.shape)} and scales of {list(scales.shape)}, which are not matrices")
     rows, inputs = scales.shape[0], scales.shape[1] * group
+    if inputs * bits % 32:
+        refuse(name, f"has rows of {inputs} codes of {bits} bits, which fill no whole words")
     require(words, name, (rows, inputs * bits // 32), ("uint32",))
     require(scales, stem + SCALES, scales.shape, FLOATS)
     require(biases, stem + BIASES, scales.shape, (scales.dtype.name,))
