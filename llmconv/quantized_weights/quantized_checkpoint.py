@@ -79,9 +79,18 @@ def quantized_checkpoint(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
     return QuantizedCheckpoint(checkpoint, method, weights, plain)
 
 
+OF_MLX = "quantization"  # mlx-lm writes its settings under this name, too
+
+
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with settings of codes, as they are stored."""
+    names = (FIELD, OF_MLX) if is_mlx(config.get(OF_MLX)) else (FIELD,)
+    return {name: config[name] for name in names if name in config}
+
+
 def without_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config without settings of quantization, which composite models may have in `text_config`, too."""
-    left = {FIELD, "compression_config", *(("quantization",) if is_mlx(config.get("quantization")) else ())}
+    left = {"compression_config", *settings_of(config)}
     kept = {name: value for name, value in config.items() if name not in left}
     return {name: without_settings(value) if isinstance(value, Mapping) else value for name, value in kept.items()}
 
