@@ -196,10 +196,13 @@ def _has_stacks(path: Path) -> bool:
 
 def _open_stacks(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     """The model with a matrix for each expert, codes as their values in float32."""
+    from llmconv.quantized_weights.quantized_checkpoint import FIELD, is_mlx, quantized_checkpoint  # noqa: PLC0415
+
     stored, warnings = read_json(own_file(path, "config.json")), list[str]()
     settings = {**stored, **plain_fields(config, warnings)}
     tensors: dict[str, LazyTensor] = {}
-    quantization = dict(stored.get("quantization") or {})
+    given = stored.get("quantization") or stored.get(FIELD)
+    quantization: dict[str, Any] = {**given} if given and is_mlx(given) else {}
     for name, tensor in open_weights(path).items():
         module, _, part = name.rpartition(".")
         if STACK not in name:
@@ -217,8 +220,6 @@ def _open_stacks(path: Path, config: Mapping[str, Any], tokenizer: Path | None) 
     opened = Checkpoint(path, "mlx", tensors, settings, side_files_of(path, tokenizer), tuple(warnings))
     if not quantization:
         return opened
-    from llmconv.quantized_weights.quantized_checkpoint import FIELD, quantized_checkpoint  # noqa: PLC0415 - if any
-
     found = quantized_checkpoint(replace(opened, config={**settings, FIELD: quantization}))
     return found.plain if found else opened
 

@@ -66,6 +66,15 @@ def test_bits_of_a_stack_are_those_of_each_expert(tmp_path: Path) -> None:
     assert "down_proj" not in refused.value.message.partition("` has")[0]
 
 
+@pytest.mark.parametrize("given", [[1], "affine", 4, {"bits": 4}])
+def test_settings_that_are_none_leave_codes_without_a_meaning(given: Any, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(GENUINE, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization": given, "quantization_config": given}))
+    with pytest.raises(InputRefused):
+        to_hf(folder, tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("part", "change", "named"),
     [
