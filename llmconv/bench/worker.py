@@ -97,7 +97,7 @@ def _hugging_face(model: Any, device: str) -> Run:
 
 
 class Genai:
-    """The generator of ONNX Runtime GenAI; its required end token is one that does not occur in the output."""
+    """The generator of ONNX Runtime GenAI; the end and padding token it needs is one that the texts do not have."""
 
     def __init__(self, folder: str, threads: int, provider: str) -> None:
         self._library, self._numpy = importlib.import_module("onnxruntime_genai"), importlib.import_module("numpy")
@@ -108,11 +108,13 @@ class Genai:
     def _open(self, end: int) -> None:
         self._end, config = end, self._library.Config(self._folder)
         options = {"session_options": {"intra_op_num_threads": self._threads}}
-        config.overlay(json.dumps({"model": {"eos_token_id": end, "decoder": options}}))  # a list would be appended
+        config.overlay(
+            json.dumps({"model": {"eos_token_id": end, "pad_token_id": end, "decoder": options}})
+        )  # a list would be appended
         self._model = self._library.Model(config)
 
     def avoid(self, tokens: set[int]) -> None:
-        """Chooses an end token that is not one of `tokens`."""
+        """Chooses an end and padding token that is not one of `tokens`."""
         if self._end in tokens:
             self._open(next(token for token in reversed(range(self._vocabulary)) if token not in tokens))
 
@@ -152,7 +154,7 @@ def serve(kind: str, folder: str, threads: int, provider: str, answer: Callable[
         request = json.loads(line)
         try:
             if hasattr(run, "avoid"):
-                run.avoid({token for row in request["expected"] for token in row})
+                run.avoid({token for row in request["prompts"] + request["expected"] for token in row})
             _reset_peak()
             times, tokens, *guessed = run(request["prompts"], request["new"])
             answer({"times": times, "tokens": tokens, "peak": _peak(), "guessed": sum(guessed)})
