@@ -122,7 +122,7 @@ class Genai:
         started, times = time.perf_counter(), []
         length = len(prompts[0]) + new
         params = self._library.GeneratorParams(self._model)
-        params.set_search_options(max_length=length, min_length=length, batch_size=len(prompts), do_sample=False)
+        params.set_search_options(max_length=length, min_length=length, batch_size=len(prompts), **GREEDY)
         generator = self._library.Generator(self._model, params)
         generator.append_tokens(self._numpy.array(prompts if len(prompts) > 1 else prompts[0], dtype="int32"))
         while not generator.is_done():
@@ -131,6 +131,8 @@ class Genai:
         return times, [generator.get_sequence(row).tolist()[-new:] for row in range(len(prompts))]
 
 
+# plain greedy search of GenAI, whatever `genai_config.json` has
+GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 # runtime to the function that opens a folder, and the packages whose versions are reported
 KINDS: dict[str, tuple[Callable[[str, int, str], Run], tuple[str, ...]]] = {
     "onnx": (open_onnx, ("llmconv", "onnxruntime")),
