@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.argument_checks import checked
-from llmconv.causal_lm import architecture, mtp_tensors, require_model_type
+from llmconv.causal_lm import SPECIAL_TOKENS, architecture, generation_fields, mtp_tensors, require_model_type
 from llmconv.checkpoint import TEMPLATES, Checkpoint, open_checkpoint
 from llmconv.convert.assembly import map_names
 from llmconv.convert.formats import formats
@@ -127,17 +127,6 @@ def _planned(model: str | Path, to: str, shards: int, dtype: str, matrix: Path |
 
 
 GENERATION = "generation_config.json"
-SETTINGS = (
-    *("max_new_tokens", "max_length", "min_new_tokens", "min_length", "do_sample", "temperature", "top_k", "top_p"),
-    *("min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "no_repeat_ngram_size"),
-    *("encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "num_beams", "num_beam_groups", "early_stopping"),
-    *("length_penalty", "diversity_penalty", "penalty_alpha", "guidance_scale", "remove_invalid_values"),
-    *("renormalize_logits", "token_healing", "max_time", "top_h", "bad_words_ids", "force_words_ids", "constraints"),
-    *("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "suppress_tokens"),
-    *("begin_suppress_tokens", "sequence_bias", "watermarking_config", "dola_layers", "stop_strings"),
-)
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Fields of `config.json` that transformers' `GenerationConfig.from_model_config` takes."""
 
 
 def settings_in_config(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -147,15 +136,12 @@ def settings_in_config(checkpoint: Checkpoint) -> dict[str, Any]:
     """
     if GENERATION in checkpoint.side_files:
         return {}
-    fields = {name: value for name in SETTINGS if (value := checkpoint.config.get(name)) is not None}
-    ends = checkpoint.config.get("eos_token_id")
-    own = None
+    fields, own = generation_fields(checkpoint.config), None
+    ends = fields.get("eos_token_id")
     with suppress(MalformedInput):  # the format says whether it needs the tokenizer
         _, own = special_ids(checkpoint.side_files)
     is_other = isinstance(ends, list) or (ends is not None and own is not None and ends != own)
-    if not fields and not is_other:
-        return {}
-    return {name: value for name in SPECIAL if (value := checkpoint.config.get(name)) is not None} | fields
+    return fields if is_other or fields.keys() - {*SPECIAL_TOKENS} else {}
 
 
 MIXTURES = (*("q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0"), *("q4_k_m", "q4_k_s", "q4_1", "q4_0"))
@@ -207,6 +193,8 @@ def write_gguf(
         path.samefile(file) for file in {getattr(one, "path", path.parent) for one in checkpoint.values()}
     ):
         raise InputRefused(f"`{path}` has the weights of the model itself", hint="give another name")
+    if matrix is not None and path.exists() and path.samefile(matrix):
+        raise InputRefused(f"`{path}` is the importance matrix itself", hint="give another name")
     require_space(path, plan.nbytes)
     if not dry_run:
         sources = _sources(checkpoint.path)

@@ -246,7 +246,8 @@ def _client_files(
         home = checkpoint.path
         way = f"transformers writes it, `AutoTokenizer.from_pretrained('{home}').save_pretrained('{home}')`"
         warn(f"{readers}: the tokenizer is read from `tokenizer.json`, which `{home}` does not have: {way}")
-    described = ClientModel(decoder_config(model.config), fed, generation, *kinds, images, tuple(specs))
+    config = decoder_config(model.config)
+    described = ClientModel(config, fed, generation, *kinds, images, tuple(specs), checkpoint.config)
     return ClientFiles(clients, described)
 
 

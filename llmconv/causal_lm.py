@@ -1,8 +1,8 @@
 """What a `config.json` says: whether it is a causal language model, the only kind that commands run, and its lengths.
 
-The context length, where rotary frequencies change, and whether attention has a window. Sources: transformers
-modeling_rope_utils.py; for what a scaled model reaches, the model cards of Qwen2.5 (`yarn`), Vicuna 16k (`linear`) and
-Gemma 3, and vLLM's `_get_and_verify_max_len`.
+The context length, where rotary frequencies change, whether attention has a window, and what transformers before 4.26
+wrote there about generation. Sources: transformers modeling_rope_utils.py; for what a scaled model reaches, the model
+cards of Qwen2.5 (`yarn`), Vicuna 16k (`linear`) and Gemma 3, and vLLM's `_get_and_verify_max_len`.
 """
 
 from __future__ import annotations
@@ -307,6 +307,47 @@ def has_window(folder: Path) -> bool:
         config.pop("sliding_window", None)
     sizes = [value for name, value in config.items() if WINDOW.fullmatch(name) and not isinstance(value, bool)]
     return any(sizes)
+
+
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# fields of transformers' `GenerationConfig` that change a text, and their neutral value; None where there is none
+GENERATION: Mapping[str, Any] = {
+    **dict.fromkeys(SPECIAL_TOKENS),
+    **dict.fromkeys(("max_new_tokens", "max_length", "stop_strings", "max_time", "top_h", "bad_words_ids")),
+    **dict.fromkeys(("force_words_ids", "constraints", "forced_bos_token_id", "forced_eos_token_id")),
+    **dict.fromkeys(("exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens")),
+    **dict.fromkeys(("sequence_bias", "watermarking_config", "dola_layers")),
+    **dict.fromkeys(("do_sample", "early_stopping", "remove_invalid_values", "renormalize_logits"), False),
+    **dict.fromkeys(("token_healing",), False),
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "diversity_penalty", "penalty_alpha"), 0.0),
+    **dict.fromkeys(("temperature", "top_p", "typical_p", "repetition_penalty"), 1.0),
+    **dict.fromkeys(("encoder_repetition_penalty", "length_penalty", "guidance_scale"), 1.0),
+    **dict.fromkeys(("num_beams", "num_beam_groups"), 1),
+    "top_k": 50,
+}
+
+
+def generation_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `GENERATION` in a `config.json`, which count where a model has no `generation_config.json`.
+
+    Those of its `text_config` count where the model itself sets none (`GenerationConfig.from_model_config`).
+    """
+    text = config.get("text_config")
+    parts = (text if isinstance(text, Mapping) else {}, config)
+    return {name: one for part in parts for name, one in part.items() if name in GENERATION and one is not None}
+
+
+def generation_settings(config: Mapping[str, Any], generation: Mapping[str, Any] | None) -> dict[str, Any]:
+    """How a model generates: by `generation_config.json`, or without it (None) by `config.json`, as in transformers.
+
+    Special tokens that the first lacks may be in the second.
+    """
+    own = generation_fields(config)
+    if generation is None:
+        return own
+    tokens = {name: own[name] for name in SPECIAL_TOKENS if name in own}
+    return tokens | {name: value for name, value in generation.items() if value is not None}
 
 
 def architecture(config: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
@@ -27,7 +27,7 @@ from llmconv.progress import warn
 from llmconv.runtime.onnxruntime.graph import SinglePassGraph
 from llmconv.runtime.onnxruntime.session_file import SessionOptions, session_settings
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
-from llmconv.runtime.tokenizer import TooManyTokens, encode_prompt, load_tokenizer, token_ids
+from llmconv.runtime.tokenizer import TooManyTokens, encode_prompt, load_tokenizer, require_text, token_ids
 from llmconv.tensors import Array
 
 __all__ = ["Embedded", "Embedder", "TextFeatures", "embed"]
@@ -162,18 +162,41 @@ class Embedder:
         """As `tokens`, of texts that are user messages; what the template writes after them is kept in cut ones."""
         prompt = self.rules.prompt(prompt_name)
         made = [self._chat(text, prompt) for text in texts]
-        if long := self._long(made) if cuts else []:
-            # what two short texts have in common at their end is the template's
-            pairs = zip(reversed(self._chat("0", prompt)), reversed(self._chat("1 2 3 4", prompt)), strict=False)
-            end = [one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)][: self.most][::-1]
-            for at in long:
-                made[at] = [*made[at][: self.most - len(end)], *end]
+        for at in self._long(made) if cuts else ():
+            made[at] = self.cut(made[at])
         return made
+
+    def cut(self, ids: Sequence[int]) -> list[int]:
+        """At most `most` of the ids of a text: those that the tokenizer, or the template, puts around it are kept."""
+        if len(ids) <= self.most:
+            return [*ids]
+        begin, end = self._ends
+        if self._cuts_starts and not self._are_chats:
+            return [*begin, *ids[len(ids) - self.most + len(begin) :]]
+        return [*ids[: self.most - len(end)], *end]
+
+    @cached_property
+    def _ends(self) -> tuple[list[int], list[int]]:
+        """The ids that begin, and that end, those of every text: what two short texts have in common there.
+
+        Of texts that are no chats, special tokens alone.
+        """
+        one, two = (
+            self._chat(text, "") if self._are_chats else token_ids(self._tokenizer, text) for text in ("0", "1 2 3 4")
+        )
+        special = {*self._tokenizer.all_special_ids}
+
+        def same(pairs: Iterable[tuple[int, int]]) -> list[int]:
+            alike = takewhile(lambda pair: pair[0] == pair[1] and (self._are_chats or pair[0] in special), pairs)
+            return [token for token, _ in alike][: self.most]
+
+        return same(zip(one, two, strict=False)), same(zip(reversed(one), reversed(two), strict=False))[::-1]
 
     def _chat(self, text: str, prompt: str) -> list[int]:
         """The tokens of a chat with this message; a prompt is a system message."""
         from llmconv.runtime.chat_templates import render_chat  # noqa: PLC0415 - most models have none
 
+        require_text(prompt + text)
         system = [{"role": "system", "content": prompt}] if prompt else []
         variables = {"add_generation_prompt": False, **(self.rules.in_chat or {})}
         chat = render_chat(self._tokenizer, [*system, {"role": "user", "content": text}], variables=variables)

@@ -177,7 +177,8 @@ class TextModelLM(TemplateLM):  # type: ignore[misc]
                 raise UsageProblem(f"max_gen_toks is {most}, and max_length {self.max_length}", hint="give less")
             wanted = {name: value for name, value in wanted.items() if name != "temperature" or value}
             stop_strings = tuple(stop for stop in stops if stop)
-            settings = self.model.defaults.but(**{**wanted, "stop_strings": stop_strings, "max_new_tokens": most})
+            wanted |= {"stop_strings": stop_strings, "max_new_tokens": most}
+            settings = self.model.defaults.but(**{"eos_token_id": self.model.chat_ends, **wanted})
             prompt = self.tok_encode(context)[-(self.max_length - most) :]
             pieces = list(self.model.stream([prompt], settings))
             tokens = [piece.token for piece in pieces if piece.token is not None]

@@ -99,13 +99,13 @@ def evaluated(folder: Path, home: Path, batch: int, address: str = "") -> dict[s
     return result
 
 
-def saved(model_type: str, folder: Path, **config: Any) -> Path:
-    """A tiny model with graphs and the special tokens that the harness needs."""
+def saved(model_type: str, folder: Path, end: str = "~", **config: Any) -> Path:
+    """A tiny model with graphs and the special tokens that the harness needs; only the tokenizer names the end."""
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     save_letters(save_tiny(model_type, folder, **config))
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token = "~", "~", "`"
+    tokenizer.eos_token, tokenizer.pad_token, tokenizer.bos_token = end, end, "`"
     tokenizer.save_pretrained(folder)
     export(folder, prefill=True, incremental=True)
     return folder
@@ -120,6 +120,16 @@ def test_a_server_gives_the_scores_and_texts_of_the_graphs(tmp_path: Path) -> No
     for mine, wanted in zip(ours["choice"], theirs["choice"], strict=True):
         assert [greedy for _, greedy in mine] == [greedy for _, greedy in wanted]
         assert [float(score) for score, _ in mine] == pytest.approx([float(score) for score, _ in wanted], rel=1e-5)
+
+
+def test_the_tokenizers_end_token_ends_a_text(tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = evaluated(saved("llama", tmp_path / "whole" / "llama"), tmp_path / "whole", 1)["hf"]["text"]
+    end = next(text[2] for (text,) in whole if len(set(text)) > 3)  # a letter that the model writes
+
+    found = evaluated(saved("llama", tmp_path / "llama", end=end), tmp_path, 1)
+
+    assert found["llmconv"]["text"] == found["hf"]["text"] != whole
 
 
 @pytest.mark.parametrize(("model_type", "batch"), [("llama", 1), ("llama", 3), ("gemma2", 2), ("gpt2", 4)])

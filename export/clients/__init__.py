@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import onnx
 
+from llmconv.causal_lm import generation_settings
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.input_map import InputMap, Port
 from llmconv.files.safe_folder import Link
@@ -37,6 +38,12 @@ class ClientModel:
     # the whole model, if its vision tower is exported too; None for a language model alone
     images: ImageModel | None = None
     roles: tuple[str, ...] = ()  # the decoder's graphs that are exported
+    fields: Mapping[str, Any] = field(default_factory=dict)  # the content of `config.json`
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """See `generation_settings`."""
+        return generation_settings(self.fields, self.generation)
 
 
 @dataclass(frozen=True)

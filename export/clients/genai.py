@@ -16,7 +16,7 @@ from typing import Any
 
 import onnx
 
-from llmconv.causal_lm import length_of
+from llmconv.causal_lm import GENERATION, SPECIAL_TOKENS, length_of
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.export.clients import Client, ClientModel, EncodedGraphs
 from llmconv.export.clients.image_parts import flatten_features, place_features, take_float32_pixels
@@ -73,14 +73,9 @@ SEARCH = {  # fields with the same name in `generation_config.json` and in genai
 }
 
 
-NOT_READ = {  # fields of `generation_config.json` that change the text, which GenAI does not have; and what is neutral
-    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids", "sequence_bias")),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "stop_strings")),
-    **dict.fromkeys(("top_h", "constraints", "watermarking_config", "dola_layers", "max_time")),
-    **dict.fromkeys(("typical_p", "guidance_scale", "encoder_repetition_penalty"), 1.0),
-    **dict.fromkeys(("min_new_tokens", "encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"), 0),
-    **dict.fromkeys(("min_p", "penalty_alpha"), 0),
-}
+READ = {*SEARCH, *SPECIAL_TOKENS, "max_new_tokens", "max_length"}
+OF_BEAMS = {"early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty"}
+"""Fields that have no effect without `num_beams`."""
 
 
 def check(model: ClientModel) -> None:
@@ -89,7 +84,7 @@ def check(model: ClientModel) -> None:
     Raises MalformedInput: a special token is not a token id; UnsupportedInput: a cache of several head sizes;
     UsageProblem: a model with images as a pair of graphs.
     """
-    special_tokens(model.config, model.generation)
+    special_tokens(model.settings, int(model.config.vocab_size))
     if model.images and model.roles and "unified" not in model.roles:
         raise UsageProblem(
             "ONNX Runtime GenAI runs a model with images as one decoder graph", hint="give `--unified`, or no graph"
@@ -110,7 +105,7 @@ def files(model: ClientModel, graphs: EncodedGraphs) -> dict[str, bytes]:
         "type": IMAGE_TYPE if model.images else "decoder-pipeline" if is_pipeline else "decoder",
         "vocab_size": int(model.config.vocab_size),
         "context_length": context_length(model.config),
-        **special_tokens(model.config, model.generation),
+        **special_tokens(model.settings, int(model.config.vocab_size)),
         "decoder": _decoder(model, graphs, is_pipeline),
         **(SECTIONS if model.images else {}),
     }
@@ -170,43 +165,44 @@ def context_length(config: Any) -> int:
     return length_of(config.to_dict()) or UNBOUNDED
 
 
-def special_tokens(config: Any, generation: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Special tokens, from `generation_config.json` (None if missing) first, like transformers' `generate`.
+def special_tokens(settings: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+    """Special tokens of `generation_settings`, like transformers' `generate`; `vocabulary` is the number of tokens.
 
     The client requires an end token, and otherwise uses the padding token: a model without one gets the last token of
     its vocabulary, which is most likely unused. A model without a padding token gets its first end token. Raises
     MalformedInput: one is not a token id.
     """
-    ends = _ids(config, generation, "eos_token_id") or [int(config.vocab_size) - 1]
-    pads = _ids(config, generation, "pad_token_id") or ends
-    starts = _ids(config, generation, "bos_token_id")
+    ends = _ids(settings, "eos_token_id") or [vocabulary - 1]
+    pads = _ids(settings, "pad_token_id") or ends
+    starts = _ids(settings, "bos_token_id")
     return {"eos_token_id": ends, "pad_token_id": pads[0], **({"bos_token_id": starts[0]} if starts else {})}
 
 
-def _ids(config: Any, generation: Mapping[str, Any] | None, name: str) -> list[int]:
-    for given in ((generation or {}).get(name), getattr(config, name, None)):
-        if given is not None:
-            tokens = list(given) if isinstance(given, list | tuple) else [given]
-            if not all(type(token) is int for token in tokens):
-                raise MalformedInput(
-                    f"`{name}` is {given!r:.80}, which is not a token id or a list of them",
-                    hint="correct `generation_config.json` or `config.json`",
-                )
-            return tokens
-    return []
+def _ids(settings: Mapping[str, Any], name: str) -> list[int]:
+    given = settings.get(name, [])
+    tokens = list(given) if isinstance(given, list | tuple) else [given]
+    if not all(type(token) is int for token in tokens):
+        raise MalformedInput(
+            f"`{name}` is {given!r:.80}, which is not a token id or a list of them",
+            hint="correct `generation_config.json` or `config.json`",
+        )
+    return tokens
 
 
 def _search(model: ClientModel) -> Mapping[str, Any]:
-    """Sampling options of `generation_config.json`; greedy without them."""
-    given = model.generation or {}
-    lost = [name for name, neutral in NOT_READ.items() if given.get(name) not in (None, neutral, [], {})]
+    """Sampling options of `generation_config.json`, or without it of `config.json`; greedy without them."""
+    given, others = model.settings, GENERATION.keys() - READ - OF_BEAMS
+    lost = sorted(name for name in others if given.get(name) not in (None, GENERATION[name], [], {}))
     if lost:
+        file = "generation_config.json" if model.generation is not None else "config.json"
         warn(
-            f"ONNX Runtime GenAI has no {', '.join(f'`{name}`' for name in lost)} of generation_config.json: its texts "
+            f"ONNX Runtime GenAI has no {', '.join(f'`{name}`' for name in lost)} of {file}: its texts "
             "differ from those of transformers and `llmconv generate` unless your program does what they say"
         )
     numbers = {name: value for name, value in given.items() if isinstance(value, int | float) and isfinite(value)}
     kept = {name: kind(numbers[name]) for name, kind in SEARCH.items() if name in numbers}
+    if kept.get("top_k") == 0:  # all tokens; in GenAI the likeliest alone, unless `top_p` is given
+        kept["top_k"] = int(model.config.vocab_size)
     return {
         "do_sample": False,
         **kept,

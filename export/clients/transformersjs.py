@@ -5,7 +5,7 @@ client requires the folder `onnx/`, and a graph may refer to data in its own fol
 follows links of the kind that the Hugging Face cache has: if the graph is a link, its data may be next to the target
 of the link. So nothing is copied; a program that uploads or copies the folder follows the links and gets plain files,
 which the client also opens. (Hard links would work too, but then onnx refuses the weights of all graphs in the
-folder.) A folder without the required `generation_config.json` gets one with the special tokens of its config.
+folder.) A folder without the required `generation_config.json` gets one with what its config says.
 
 A model with images has three graphs with such links, and fields that the client's processor reads differently from
 transformers' (`src/models/session_config.js`, `src/models/llava/`, `src/configs.js`, `image_processing_auto.js`).
@@ -92,7 +92,6 @@ def edits(images: ImageModel) -> Edits:
     return found
 
 
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 GRAPH = "transformersjs.graph"  # not `.onnx`: opened under this name, the graph does not find its data
 DTYPES = {"float32": "fp32", "float16": "fp16"}  # the client's `dtype` by precision, for weights as they are
 QUANTIZED_DTYPES = {"float32": "q4", "float16": "q4f16"}  # the client's `dtype` by precision, for weights of 4 bits
@@ -120,8 +119,7 @@ def files(model: ClientModel, graphs: EncodedGraphs) -> dict[str, FileContent]:
         made[f"onnx/{linked}"] = Link(f"../{file}")
         made |= {f"onnx/{name}": Link(f"../{target}") for target, name in names.items()}
     if model.generation is None:  # what transformers itself derives from a config
-        tokens = {name: token for name in TOKENS if (token := getattr(model.config, name, None)) is not None}
-        made["generation_config.json"] = json_bytes({"_from_model_config": True, **tokens})
+        made["generation_config.json"] = json_bytes({"_from_model_config": True, **model.settings})
     if model.images and (content := preprocessor(model.images)):
         made[PREPROCESSOR] = json_bytes(content)
     return made

@@ -97,7 +97,7 @@ def _hugging_face(model: Any, device: str) -> Run:
 
 
 class Genai:
-    """The generator of ONNX Runtime GenAI; its required end token is one that does not occur in the output."""
+    """The generator of ONNX Runtime GenAI; the end and padding token it needs is one that the texts do not have."""
 
     def __init__(self, folder: str, threads: int, provider: str) -> None:
         self._library, self._numpy = importlib.import_module("onnxruntime_genai"), importlib.import_module("numpy")
@@ -108,11 +108,13 @@ class Genai:
     def _open(self, end: int) -> None:
         self._end, config = end, self._library.Config(self._folder)
         options = {"session_options": {"intra_op_num_threads": self._threads}}
-        config.overlay(json.dumps({"model": {"eos_token_id": end, "decoder": options}}))  # a list would be appended
+        config.overlay(
+            json.dumps({"model": {"eos_token_id": end, "pad_token_id": end, "decoder": options}})
+        )  # a list would be appended
         self._model = self._library.Model(config)
 
     def avoid(self, tokens: set[int]) -> None:
-        """Chooses an end token that is not one of `tokens`."""
+        """Chooses an end and padding token that is not one of `tokens`."""
         if self._end in tokens:
             self._open(next(token for token in reversed(range(self._vocabulary)) if token not in tokens))
 
@@ -120,7 +122,7 @@ class Genai:
         started, times = time.perf_counter(), []
         length = len(prompts[0]) + new
         params = self._library.GeneratorParams(self._model)
-        params.set_search_options(max_length=length, min_length=length, batch_size=len(prompts), do_sample=False)
+        params.set_search_options(max_length=length, min_length=length, batch_size=len(prompts), **GREEDY)
         generator = self._library.Generator(self._model, params)
         generator.append_tokens(self._numpy.array(prompts if len(prompts) > 1 else prompts[0], dtype="int32"))
         while not generator.is_done():
@@ -129,6 +131,8 @@ class Genai:
         return times, [generator.get_sequence(row).tolist()[-new:] for row in range(len(prompts))]
 
 
+# plain greedy search of GenAI, whatever `genai_config.json` has
+GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 # runtime to the function that opens a folder, and the packages whose versions are reported
 KINDS: dict[str, tuple[Callable[[str, int, str], Run], tuple[str, ...]]] = {
     "onnx": (open_onnx, ("llmconv", "onnxruntime")),
@@ -152,7 +156,7 @@ def serve(kind: str, folder: str, threads: int, provider: str, answer: Callable[
         request = json.loads(line)
         try:
             if hasattr(run, "avoid"):
-                run.avoid({token for row in request["expected"] for token in row})
+                run.avoid({token for row in request["prompts"] + request["expected"] for token in row})
             _reset_peak()
             times, tokens, *guessed = run(request["prompts"], request["new"])
             answer({"times": times, "tokens": tokens, "peak": _peak(), "guessed": sum(guessed)})

@@ -36,12 +36,12 @@ def command(model: str, system: str, template: str, as_json: bool, **given: Any)
     Each line is a message: typed at the prompt of a terminal, or read from stdin. Each turn runs only the new tokens.
     /reset clears the chat, /system TEXT sets the system message, /quit or Ctrl-D exits, Ctrl-C stops an answer.
     """
-    from llmconv.generation.chat_session import Chat, answer_settings
+    from llmconv.generation.chat_session import Chat
     from llmconv.generation.generate import opener
 
     opened = opener(options.with_graphs(model, given), cast(Any, given))()
     picked = options.settings(options.without_running(given))
-    settings = answer_settings(opened.defaults.but(eos_token_id=opened.chat_ends), template, **picked)
+    settings = opened.defaults.but(eos_token_id=opened.chat_ends).but(**picked)
     talk(Chat(opened, settings, template=template, system=system), opened.folder.resolve().name, as_json)
 
 

@@ -23,9 +23,10 @@ MAX_SHIFT = 16  # maximum difference in tokens between an answer and its text wh
 class Chat:
     """A conversation with a model; each turn runs only the new tokens.
 
-    `settings` (default: `model.defaults`, with `model.chat_ends`) are of the answers, `template` is as for
-    `TextModel.encode_chat` (InputRefused if the tokenizer has none, UsageProblem if it is unknown). `messages` are role
-    and content in order, without the `system` message, after whose change the next turn runs the whole chat again.
+    `settings` (default: `model.defaults`, with `model.chat_ends`) are of the answers, see `answer_settings`; `template`
+    is as for `TextModel.encode_chat` (InputRefused if the tokenizer has none, UsageProblem if it is unknown).
+    `messages` are role and content in order, without the `system` message, after whose change the next turn runs the
+    whole chat again.
     """
 
     @checked
@@ -37,9 +38,10 @@ class Chat:
         template: str = TOKENIZER,
         system: str = "",
     ) -> None:
-        self._settings = model.defaults.but(eos_token_id=model.chat_ends) if settings is None else settings
-        self._model, self._template = model, template
         require_template(model.tokenizer, template)
+        given = model.defaults.but(eos_token_id=model.chat_ends) if settings is None else settings
+        self._settings = answer_settings(given, template)
+        self._model, self._template = model, template
         self.system = system
         self.messages: list[dict[str, str]] = []
         self._conversation = Conversation()

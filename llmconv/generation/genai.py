@@ -32,10 +32,9 @@ class GenaiEngine(Runner):
     GenAI pads batches of any size itself. As a `Runner` it has the defaults alone: steps are not run one by one.
     """
 
-    model: Any
+    open_with: Callable[[int], Any]  # GenAI's model, which takes this token for padding wherever it stands
     context_length: int | None  # tokens of prompt and new text together; None if unknown
     ends: frozenset[int]  # end tokens of `genai_config.json`, at which GenAI stops whatever the settings are
-    padding: int  # its padding token, which GenAI takes for padding anywhere in a batch
     vocabulary: int  # size of the logits
     has_window: bool  # the model has a sliding window, in which padding after a prompt would count
     # the graphs return logits of the last column, which is padding after a shorter prompt
@@ -43,6 +42,11 @@ class GenaiEngine(Runner):
     # as in `Runner`; a longer row of a batch would change the frequencies of a shorter one
     length_switch: LengthSwitch | None = None
     runs_last_token = True
+
+    def __post_init__(self) -> None:
+        """Opens the model with the last token as padding, since that of `genai_config.json` often ends turns."""
+        self.padding = self.vocabulary - 1
+        self.model = self.open_with(self.padding)
 
     @property
     def cache_capacity(self) -> int | None:
@@ -63,14 +67,13 @@ class GenaiEngine(Runner):
             )
             raise InputRefused(f"`{folder}` has no {CONFIG}", hint=f"`{again}`")
         config = read_genai_config(folder)
-        model = _open(_library(), folder, session or SessionSettings())
+        genai = _library()
         ends = config.get("eos_token_id", [])
         lengths = [context_length(folder), _integer(config, "context_length")]
         return cls(
-            model,
+            lambda padding: _open(genai, folder, session or SessionSettings(), padding),
             context_length=min((length for length in lengths if length), default=None),
             ends=frozenset(end for end in (ends if isinstance(ends, list) else [ends]) if isinstance(end, int)),
-            padding=_integer(config, "pad_token_id"),
             vocabulary=_integer(config, "vocab_size"),
             has_window=has_window(folder),
             has_last_logits=returns_last_logits(folder, config),
@@ -90,6 +93,7 @@ class GenaiEngine(Runner):
         rows = [Row(at, start, settings, decode) for at, start in enumerate(starts)]
         yield from (TextPiece(row.index, "", None, row.finish) for row in rows if row.finish)
         going = [row for row in rows if not row.finish]
+        self._avoid({token for row in going for token in row.prompt})
         groups = [going] if self._fit_together(going, settings) else [[row] for row in going]
         searches = [self._search_for(group, settings) for group in groups]
         while searches:
@@ -101,13 +105,21 @@ class GenaiEngine(Runner):
         """Raises UsageProblem: GenAI's beam search is not used."""
         raise UsageProblem("beam search is not supported with GenAI", hint=OTHER)
 
+    def _avoid(self, tokens: set[int]) -> None:
+        """Opens the model again if its padding is among the tokens: GenAI would not run them, not even in one row."""
+        if self.padding in tokens:
+            self.padding = next((token for token in range(self.vocabulary - 1, -1, -1) if token not in tokens), -1)
+            if self.padding < 0:
+                raise UsageProblem("GenAI needs a token that no prompt has, as padding", hint=OTHER)
+            self.model = None  # before the next is opened: there is memory for one
+            self.model = self.open_with(self.padding)
+
     def _fit_together(self, rows: Sequence[Row], settings: GenerationSettings) -> bool:
         """Whether each row gives the same text in a batch as alone.
 
-        GenAI samples all rows from one random generator, and pads on the right with a token that it also finds inside
-        prompts, and penalizes.
+        GenAI samples all rows from one random generator, and pads on the right with a token that it penalizes.
         """
-        if len(rows) < 2 or not settings.is_greedy or any(self.padding in row.prompt for row in rows):
+        if len(rows) < 2 or not settings.is_greedy:
             return False
         is_even = len({len(row.prompt) for row in rows}) == 1
         longest = max(len(row.prompt) + row.room for row in rows)
@@ -125,6 +137,7 @@ class GenaiEngine(Runner):
             "batch_size": len(rows),
             "do_sample": not settings.is_greedy,
             "repetition_penalty": settings.repetition_penalty,
+            **NEUTRAL,  # whatever `genai_config.json` has
             **{name: settings.extra[name] for name in PASSED_ON & settings.extra.keys()},
         }
         if not settings.is_greedy:
@@ -158,6 +171,7 @@ class GenaiEngine(Runner):
 
 
 PASSED_ON = {"no_repeat_ngram_size"}  # fields of `generation_config.json` that have the same name in GenAI
+NEUTRAL = {"no_repeat_ngram_size": 0, "min_length": 0, "num_beams": 1, "num_return_sequences": 1}
 
 
 def _library() -> Any:
@@ -168,7 +182,7 @@ def _library() -> Any:
         raise InputRefused(problem, hint="`pip install 'onnxruntime-genai>=0.18'`") from error
 
 
-def _open(genai: Any, folder: Path, session: SessionSettings) -> Any:
+def _open(genai: Any, folder: Path, session: SessionSettings, padding: int) -> Any:
     if session.attributes or session.free_dimensions:
         raise UsageProblem("GenAI does not support [session] or [free_dimensions]", hint="use [entries] and [provider]")
     if session.stages:
@@ -182,7 +196,7 @@ def _open(genai: Any, folder: Path, session: SessionSettings) -> Any:
         options["session.disable_prepacking"] = "0"
     try:
         config = genai.Config(str(folder))
-        config.overlay(json.dumps({"model": {"decoder": {"session_options": options}}}))
+        config.overlay(json.dumps({"model": {"pad_token_id": padding, "decoder": {"session_options": options}}}))
         if session.provider != CPU:
             name = session.provider.removesuffix("ExecutionProvider").lower()
             config.clear_providers()

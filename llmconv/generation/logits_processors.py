@@ -16,7 +16,7 @@ from transformers.generation import GenerationMixin, LogitsProcessorList
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from llmconv.errors import UnsupportedInput, UsageProblem, first_line
-from llmconv.generation.row import Past, PositionRule
+from llmconv.generation.row import Past, PositionRule, require_numbers
 from llmconv.generation.sampling import GenerationSettings
 from llmconv.runtime.extra_inputs import GivenInputs, ModelCall, batch_values
 from llmconv.runtime.runner import Runner, rows_of
@@ -76,8 +76,10 @@ class GraphModel(GenerationMixin):  # type: ignore[misc]
         if step.choices is not None:
             problem = "beam search needs all logits, but the graph returns only the tokens that it chose"
             raise UsageProblem(problem, hint="give `--num-beams 1`, or export without `--postprocess`")
+        logits = step.logits[:, -1:].astype(np.float32)
+        require_numbers(logits)
         self._past, self._ids = Past(step.present, ids.shape[1]), ids
-        return CausalLMOutputWithPast(logits=torch.from_numpy(step.logits[:, -1:].astype(np.float32)))
+        return CausalLMOutputWithPast(logits=torch.from_numpy(logits))
 
     __call__ = forward
 

@@ -514,4 +514,6 @@ class LoopEngine:
         from llmconv.generation.logits_processors import processor  # noqa: PLC0415 - imports torch
 
         tokens = len(start.prompt) - (start.embeddings.before if start.embeddings else 0)
-        return Row(index, start, settings, decode, processor(settings, tokens, start.limit), mask)
+        is_own = settings.rules is not None and settings.rules.penalizes  # the row then penalizes repetition itself
+        others = settings.but(repetition_penalty=1.0) if is_own else settings
+        return Row(index, start, settings, decode, processor(others, tokens, start.limit), mask)

@@ -27,6 +27,7 @@ from llmconv.generation.prompts import EncodedPrompt, Prompt, prompt_names
 from llmconv.generation.row import TextPiece, is_streamer, require_streamer
 from llmconv.generation.runners import TorchOptions, is_model
 from llmconv.generation.sampling import GenerationSettings
+from llmconv.runtime.chat_templates import find_template
 from llmconv.runtime.onnxruntime.session_file import SessionOptions, session_settings
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings, provider_name
 
@@ -205,10 +206,15 @@ class TextGeneration:
         shape = {name: given.pop(name) for name in KINDS if name in given}
         many = not (isinstance(inputs, str | Prompt) or _is_chat(inputs))
         prompts = [one if isinstance(one, Prompt) else Prompt(one) for one in _contents(inputs if many else [inputs])]
-        names = prompt_names(len(prompts))
+        names, chats = prompt_names(len(prompts)), [_is_chat(prompt.content) for prompt in prompts]
+        stops = find_template(shape["template"]).stops if shape.get("template") and any(chats) else ()
+        if stops and not all(chats):
+            return [self._answers(prompt, {**given, **shape}) for prompt in prompts]  # texts do not end there
         encoded = [self._encode(*one, shape) for one in zip(prompts, names, strict=True)]
         warn_of_two_starts(self.model, prompts, encoded, Wording())
-        texts = self._texts(prompts, encoded, names, self._settings(given), shape)
+        settings = self._settings(given)
+        settings = settings.but(stop_strings=tuple(dict.fromkeys((*settings.stop_strings, *stops))))
+        texts = self._texts(prompts, encoded, names, settings, shape)
         records = [
             [self._record(prompt.content, one.ids, tokens, shape) for tokens in several]
             for prompt, one, several in zip(prompts, encoded, texts, strict=True)
@@ -227,7 +233,8 @@ class TextGeneration:
 
     def _encode(self, prompt: Prompt, name: str, shape: Mapping[str, Any]) -> EncodedPrompt:
         if _is_chat(prompt.content):
-            wording = Wording(template=shape.get("template") or "")
+            special = shape.get("add_special_tokens") is not False
+            wording = Wording(template=shape.get("template") or "", add_special_tokens=special)
         else:
             special = shape.get("add_special_tokens") is not False
             wording = Wording(shape.get("prefix") or "", add_special_tokens=special)
@@ -267,6 +274,9 @@ class TextGeneration:
         if shape.get("return_tensors"):
             return {"generated_token_ids": [*prompt, *tokens]}
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=shape.get("skip_special_tokens", True))
+        if shape.get("template") and _is_chat(content):  # a template's own stop strings are no part of an answer
+            stops = find_template(shape["template"]).stops
+            text = text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
         if not shape.get("return_full_text", True):
             return {"generated_text": text}
         if not _is_chat(content):

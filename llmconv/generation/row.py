@@ -7,7 +7,6 @@ so that a seed always gives the same text.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
@@ -315,10 +314,12 @@ class Row:
         if step.choices is not None:
             self._require_choices()
             scores = step.choices.scores[at, column]
+            require_numbers(scores)
             if rounding and settings.is_greedy and is_close(scores, rounding):
                 return None
             return pick_choice(step.choices.tokens[at, column], scores, settings, generator)
         self._logits = step.logits[at, column]
+        require_numbers(self._logits)
         scores = self._adjusted(self._logits)
         if self._processor:
             scores = self._processed(scores, self._processor)
@@ -342,12 +343,15 @@ class Row:
         raise UsageProblem(f"{what} all logits, but the graph returns only the tokens that it chose", hint=hint)
 
     def _adjusted(self, logits: Array) -> Array:
-        """The scores [vocabulary] with biases and penalties; that of repetition is left to the processor, if any."""
+        """The scores [vocabulary] with biases and penalties, for which that of repetition is left to a processor.
+
+        Not where other penalties follow it.
+        """
         rules = self._rules if self._rules and self._rules.changes_scores else None
         new, scores = self._ids[len(self.prompt) : self.length], logits
         if rules:
             scores = rules.biased(scores, new, self.settings.eos_token_id)
-        if self.settings.repetition_penalty != 1 and not self._processor:
+        if self.settings.repetition_penalty != 1 and (not self._processor or (rules and rules.penalizes)):
             scores = penalized(scores, self.ids, self.settings.repetition_penalty)
         return rules.penalized(scores, new) if rules else scores
 
@@ -362,6 +366,12 @@ class Row:
         masked = self._mask.scores(logits)
         scores = self._mask.scores(processor(self.ids, masked))
         return scores if (scores > -np.inf).any() else masked
+
+
+def require_numbers(scores: Array) -> None:
+    """Raises MalformedInput for logits, or log-probabilities, of which one is NaN or infinitely large."""
+    if not scores.max() < np.inf:
+        raise MalformedInput("the logits of the model are NaN or infinite", hint="run `llmconv verify` on the folder")
 
 
 def is_close(scores: Array, rounding: float) -> bool:
@@ -407,12 +417,9 @@ class TokenCandidates:
 
 
 def pick_token(logits: Array, settings: GenerationSettings, generator: np.random.Generator) -> int:
-    """The next token by logits [vocabulary], greedily the lowest id among equals; MalformedInput for NaN."""
-    likeliest = int(logits.argmax())
-    if math.isnan(logits[likeliest]):
-        raise MalformedInput("the logits of the model are NaN", hint="run `llmconv verify` on the folder")
+    """The next token by logits [vocabulary], greedily the lowest id among equals."""
     if settings.is_greedy:
-        return likeliest
+        return int(logits.argmax())
     kept = keep_top_k(logits, settings.top_k)
     candidates = TokenCandidates(kept, logits[kept].astype(np.float64) / settings.temperature)
     return narrowed(candidates, settings).sample(generator)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llmconv.causal_lm import GENERATION, SPECIAL_TOKENS, generation_fields
 from llmconv.checkpoint import read_json
 from llmconv.errors import MalformedInput, UsageProblem
 from llmconv.files.paths import kind_of, path_of
@@ -23,36 +24,7 @@ if TYPE_CHECKING:
 GENERATION_CONFIG, CONFIG = "generation_config.json", "config.json"
 DEFAULT_NEW_TOKENS = 20  # transformers' default if neither `max_new_tokens` nor `max_length` is set
 
-# fields that change the text, with their neutral value; None is neutral for all of them
-NEUTRAL: dict[str, Any] = {
-    "min_length": 0,
-    "min_new_tokens": 0,
-    "early_stopping": False,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "length_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "num_beam_groups": 1,
-    "diversity_penalty": 0.0,
-    "guidance_scale": 1.0,
-    "remove_invalid_values": False,
-    "renormalize_logits": False,
-    "token_healing": False,
-    "penalty_alpha": 0.0,
-}
-BEAMS_ONLY = frozenset({"early_stopping", "length_penalty"})  # fields of `NEUTRAL` that have no effect without beams
-
-# fields that change the text whenever they are set
-NO_NEUTRAL = frozenset(
-    [
-        *("max_time", "top_h", "bad_words_ids", "force_words_ids", "constraints", "forced_bos_token_id"),
-        *("forced_eos_token_id", "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens"),
-        *("sequence_bias", "watermarking_config", "dola_layers"),
-    ]
-)
+BEAMS_ONLY = frozenset({"early_stopping", "length_penalty"})  # fields of `EXTRA` that have no effect without beams
 
 
 @dataclass(frozen=True)
@@ -141,7 +113,8 @@ class GenerationSettings:
         MalformedInput for an invalid value in a file, UsageProblem for an invalid override.
         """
         folder = path_of(folder, "folder")
-        file, config = folder / GENERATION_CONFIG, _of_model(folder / CONFIG)
+        file, path = folder / GENERATION_CONFIG, folder / CONFIG
+        config = generation_fields(read_json(path)) if path.is_file() else {}
         if file.is_file():
             return cls.of_config(read_json(file), config).but(**overrides)
         return cls.of_config(config, {}, CONFIG).but(**overrides)
@@ -180,27 +153,14 @@ class GenerationSettings:
             given["max_new_tokens"] = None  # the latest setting counts
         values = _values({name: value for name, value in given.items() if name in KINDS})
         explicit = self.explicit | {name for name, value in given.items() if value is not None}
-        # fields that change the text and that llmconv's own loop does not implement
-        others = {name: given[name] for name, neutral in NEUTRAL.items() if given.get(name) not in (None, neutral)}
-        others |= {name: given[name] for name in sorted(NO_NEUTRAL) if given.get(name) is not None}
-        return replace(self, **values, extra={**self.extra, **others}, **objects, explicit=explicit)
-
-
-def _of_model(path: Path) -> dict[str, Any]:
-    """The generation fields of a `config.json`, and of its `text_config` where the model itself sets none.
-
-    transformers before 4.26 wrote them there (`GenerationConfig.from_model_config`).
-    """
-    config: dict[str, Any] = read_json(path) if path.is_file() else {}
-    text = config.get("text_config")
-    known = {*KINDS, *NEUTRAL, *NO_NEUTRAL} - {"seed"}
-    parts = (text if isinstance(text, dict) else {}, config)
-    return {name: one for part in parts for name, one in part.items() if name in known and one is not None}
+        extra = {**self.extra, **{name: given[name] for name in EXTRA if name in given}}
+        extra = {name: value for name, value in extra.items() if value != EXTRA.get(name)}
+        return replace(self, **values, extra=extra, **objects, explicit=explicit)
 
 
 def require_known(names: Iterable[str], others: Iterable[str] = ()) -> None:
     """Raises UsageProblem, with the closest name as hint, for no field of `GenerationConfig`, as a typo is."""
-    known = {*KINDS, *NEUTRAL, *NO_NEUTRAL, *OBJECTS}
+    known = {*KINDS, *EXTRA, *OBJECTS}
     names = set(names)
     if elsewhere := sorted(names & ELSEWHERE.keys()):
         raise UsageProblem(f"`{elsewhere[0]}` is not a generation setting", hint=ELSEWHERE[elsewhere[0]])
@@ -236,8 +196,6 @@ RANGES = (
     ("seed", 0, 2**64),
 )
 
-# fields of `config.json` that are used if `generation_config.json` has none
-SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # fields of `GenerationConfig` that change what transformers returns, and do nothing here
 RETURNED = ("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate")
 IN_PROMPT = "give it in a prompt of `generate`: `Prompt(text, %s)`"
@@ -314,6 +272,8 @@ KINDS: dict[str, Any] = {
     "bos_token_id": _integer,
     "seed": _integer,
 }
+# fields that llmconv's own loop does not implement, with their neutral value, which takes back that of a file
+EXTRA = {name: neutral for name, neutral in GENERATION.items() if name not in KINDS}
 OBJECTS = ("structure", "rules")  # fields that no file has
 OPTIONAL = {"max_new_tokens", "max_length", "min_p", "pad_token_id", "bos_token_id"}  # fields that may be None
 

@@ -44,13 +44,18 @@ class TokenRules:
     include_stop: bool = False
 
     @property
+    def penalizes(self) -> bool:
+        """Whether tokens of the answer are penalized, after what penalizes repetition."""
+        return bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
     def needs_scores(self) -> bool:
         """Whether the logits of all tokens are needed."""
         return self.changes_scores or self.top_logprobs is not None
 
     @property
     def changes_scores(self) -> bool:
-        return bool(self.logit_bias or self.presence_penalty or self.frequency_penalty or self.min_tokens)
+        return bool(self.logit_bias or self.penalizes or self.min_tokens)
 
     def biased(self, scores: Array, new: Array, ends: Iterable[int]) -> Array:
         """A copy of scores [vocabulary] with the biases, minus infinity for `ends` before `min_tokens` are `new`."""
@@ -63,7 +68,7 @@ class TokenRules:
 
     def penalized(self, scores: Array, new: Array) -> Array:
         """The scores with the penalties of the `new` tokens; changes them in place."""
-        if (self.presence_penalty or self.frequency_penalty) and len(new):
+        if self.penalizes and len(new):
             tokens, counts = np.unique(new, return_counts=True)
             scores[tokens] -= (self.presence_penalty + self.frequency_penalty * counts).astype(scores.dtype)
         return scores

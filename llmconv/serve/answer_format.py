@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,10 +24,10 @@ from llmconv.serve.tool_dialects import (
     HARMONY_TEXTS,
     HERMES,
     MARKS,
+    Frame,
     Thoughts,
     detected,
     detected_thoughts,
-    forced_grammar,
 )
 
 TAIL = 16  # last tokens of a prompt in which reasoning may begin
@@ -149,7 +151,7 @@ class AnswerFormat:
         """
         tools, frame = request.tools, DIALECTS[name].frame
         assert frame
-        several = tools.several and tools.choice not in tools.schemas
+        several = tools.several and not tools.named
 
         def form(schemas: Mapping[str, Mapping[str, Any]]) -> Structure:
             grammar = forced_grammar(frame, schemas_with_options(schemas), self._special, several)
@@ -175,3 +177,37 @@ class AnswerFormat:
 
     def _text(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids)))
+
+
+def forced_grammar(
+    frame: Frame, tools: Mapping[str, Mapping[str, Any]], special: Mapping[str, int], several: bool, skip: str = ""
+) -> str:
+    """llguidance's grammar of an answer that consists of calls, each with arguments by the tool's schema.
+
+    `special` are the ids of special tokens by their texts; `several` allows up to eight calls. The first characters
+    `skip` of the answer are there already.
+    """
+    first = f"{frame.opening}{frame.before_name}"
+    opening, before = (frame.opening, frame.before_name) if not skip else (first.removeprefix(skip), "")
+    repeated = f" ({_literal(frame.between, special)} call){{0,7}}" if several and frame.several else ""
+    rules = [f"start: {_literal(opening, special)} first{repeated} {_literal(frame.closing, special)}"]
+    names = [
+        f"{_literal(name, special)} {_literal(frame.after_name, special)} tool{at}" for at, name in enumerate(tools)
+    ]
+    rules.append(f"first: {_literal(before, special)} named")
+    rules.append(f"call: {_literal(frame.before_name, special)} named" if repeated else "")
+    rules.append(f"named: ({' | '.join(names)}) {_literal(frame.after_arguments, special)}")
+    rules += [f"tool{at}: %json {json.dumps(schema)}" for at, schema in enumerate(tools.values())]
+    return "\n".join(filter(None, rules)) + "\n"
+
+
+def _literal(text: str, special: Mapping[str, int]) -> str:
+    """A text in a grammar: special tokens by their ids, `#` as one or two digits."""
+    names = "|".join(re.escape(one) for one in sorted(special, key=len, reverse=True) if one)
+    parts = re.split(f"({names}|#)" if names else "(#)", text)
+    made = [
+        f"<[{special[one]}]>" if one in special else "/[0-9]{1,2}/" if one == "#" else json.dumps(one)
+        for one in parts
+        if one
+    ]
+    return " ".join(made)

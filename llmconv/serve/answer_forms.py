@@ -54,7 +54,8 @@ class ToolUse:
     Attributes:
         given: the tools as they were given, for the chat template.
         schemas: the JSON Schema of the arguments of each tool that may be called, by name.
-        choice: `auto`, `none`, `required`, or the name of the tool to call.
+        choice: `auto`, `none` or `required`.
+        named: the tool to call; empty where none is named.
         several: whether an answer may have several calls.
         strict: names of the tools whose arguments have to be valid in every call.
     """
@@ -62,6 +63,7 @@ class ToolUse:
     given: tuple[Mapping[str, Any], ...] = ()
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     choice: str = AUTO
+    named: str = ""
     several: bool = True
     strict: frozenset[str] = frozenset()
 
@@ -73,9 +75,9 @@ class ToolUse:
     @property
     def forced(self) -> Mapping[str, Mapping[str, Any]]:
         """The tools of which one has to be called; empty where none has to."""
-        if self.choice == REQUIRED:
-            return self.schemas
-        return {self.choice: self.schemas[self.choice]} if self.choice in self.schemas else {}
+        if self.named:
+            return {self.named: self.schemas[self.named]}
+        return self.schemas if self.choice == REQUIRED else {}
 
 
 def made(make: Callable[[], Any], parameter: str) -> Any:
@@ -154,8 +156,8 @@ def tools_of(fields: Fields) -> ToolUse:
         strict |= {function["name"]} if function.get("strict") is True else set()
     if isinstance(choice, dict) and choice.get("type") == ALLOWED:
         choice, schemas = _allowed(choice.get(ALLOWED), schemas)
-    wanted = _choice(choice, schemas)
-    return ToolUse(tuple(given), schemas, wanted, several is not False, frozenset(strict & schemas.keys()))
+    wanted, named = _choice(choice, schemas)
+    return ToolUse(tuple(given), schemas, wanted, named, several is not False, frozenset(strict & schemas.keys()))
 
 
 def _allowed(given: Any, schemas: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -184,22 +186,23 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
     return function
 
 
-def _choice(choice: str | dict[str, Any] | None, schemas: Mapping[str, Any]) -> str:
+def _choice(choice: str | dict[str, Any] | None, schemas: Mapping[str, Any]) -> tuple[str, str]:
+    """The word, and the name of the tool that it stands for, if any."""
     if choice is None:
-        return AUTO
+        return AUTO, ""
     if isinstance(choice, dict):
         function = choice.get("function")
         name = function.get("name") if isinstance(function, dict) and choice.get("type") == "function" else None
         if not isinstance(name, str) or name not in schemas:
             problem = '`tool_choice` must name one of `tools`, as {"type": "function", "function": {"name": …}}'
             raise ApiError(problem, parameter="tool_choice")
-        return name
+        return REQUIRED, name
     if choice not in (AUTO, NONE, REQUIRED):
         problem = "`tool_choice` must be 'auto', 'none', 'required', or an object that names a function"
         raise ApiError(problem, parameter="tool_choice")
     if choice == REQUIRED and not schemas:
         raise ApiError("`tool_choice` is 'required', but there are no `tools`", parameter="tool_choice")
-    return choice
+    return choice, ""
 
 
 def schemas_with_options(schemas: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:

@@ -98,7 +98,8 @@ class ServedEmbedder:
                     parameter = "prompt_name" if isinstance(error, UsageProblem) else where
                     raise ApiError(f"{error.message} ({error.hint})", parameter=parameter) from None
             else:
-                ids = self._known(one, where)[: self.embedder.most if request.truncate else None]
+                ids = self._known(one, where)
+                ids = self.embedder.cut(ids) if request.truncate else ids
             if len(ids) > self.embedder.most:
                 problem = f"`{where}` has more than the {self.embedder.most} tokens that the model takes: shorten it, "
                 problem += "or give `truncate`: true"

@@ -114,6 +114,7 @@ TABLE = (
         (COMPLETIONS,),
         logprobs="0 to 20 likeliest tokens of each place; with `echo` also of the prompt",
         echo="the answer begins with its prompt",
+        add_special_tokens="false leaves out those that the tokenizer adds to a text, such as a start token",
         best_of="`n` to 16 answers, of which the likeliest per token are returned; not streamed",
     ),
     *(
@@ -146,6 +147,7 @@ TABLE = (
     FieldRow("input", (CHAT,), REFUSED, "give `messages`"),
     FieldRow("chat_template", (CHAT,), REFUSED, "start the server with `--template`"),
     FieldRow("documents", (CHAT,), REFUSED, "write them into a message", ([],)),
+    FieldRow("add_special_tokens", (CHAT,), REFUSED, "the template writes them", (False,)),
     FieldRow("echo", (CHAT,), REFUSED, "the messages are known", (False,)),
     FieldRow("suffix", (COMPLETIONS,), REFUSED, "write the prompt with the model's own marks for infilling", ("",)),
     FieldRow("prompt_logprobs", BOTH, REFUSED, "use `echo` with `logprobs` of `/v1/completions`"),

@@ -73,6 +73,7 @@ class CompletionRequest:
     continues: bool | None = None  # whether a last message of the assistant is continued; None where there is one
     add_generation_prompt: bool = True
     echo: bool = False  # begin a completion with its prompt
+    add_special_tokens: bool = True  # of a completion's text, such as a start token
     images: tuple[bytes, ...] = ()  # image files of the chat, in order
     structure: Structure | None = None  # the form of the text
     tools: ToolUse = ToolUse()
@@ -148,6 +149,7 @@ def completion_request(content: Any) -> CompletionRequest:
     fields = Fields(content)
     prompts = _prompts(fields.take("prompt", str | list))
     most, echo = fields.number("max_tokens", int, 0, MAX_TOKENS), fields.flag("echo")
+    special = fields.take("add_special_tokens", bool) is not False
     logprobs, best = fields.number("logprobs", int, 0, MAX_TOP_LOGPROBS), fields.number("best_of", int, 1, MAX_CHOICES)
     request = _request(fields, COMPLETIONS, COMPLETION_TOKENS if most is None else most, logprobs)
     sampling, rules = request.sampling, request.sampling.rules
@@ -159,7 +161,7 @@ def completion_request(content: Any) -> CompletionRequest:
             raise ApiError(problem, parameter="best_of")
         rules = replace(rules, top_logprobs=rules.top_logprobs or 0)
         request = replace(request, sampling=replace(sampling, choices=best, rules=rules))
-    return replace(request, prompts=prompts, echo=echo)
+    return replace(request, prompts=prompts, echo=echo, add_special_tokens=special)
 
 
 def _request(fields: Fields, endpoint: str, max_tokens: int | None, logprobs: int | None) -> CompletionRequest:

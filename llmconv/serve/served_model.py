@@ -161,7 +161,9 @@ class ServedModel:
         """
         try:
             prompts = (
-                [self.prompt_of(request)] if request.is_chat else [self._encode(prompt) for prompt in request.prompts]
+                [self.prompt_of(request)]
+                if request.is_chat
+                else [self._encode(prompt, request.add_special_tokens) for prompt in request.prompts]
             )
         except TooManyTokens as error:
             raise _too_long(error.message, "messages" if request.is_chat else "prompt") from None
@@ -371,9 +373,9 @@ class ServedModel:
             raise ApiError("this server takes no images", parameter="messages")
         return self.model.encode_images(messages, request.images, self._template, variables=variables)
 
-    def _encode(self, prompt: str | tuple[int, ...]) -> EncodedPrompt:
+    def _encode(self, prompt: str | tuple[int, ...], special: bool) -> EncodedPrompt:
         if isinstance(prompt, str):
-            ids = self.model.encode(prompt, most=self.model.longest_prompt)
+            ids = self.model.encode(prompt, add_special_tokens=special, most=self.model.longest_prompt)
             if not self._warned and starts_twice(self.model.tokenizer, ids):
                 self._warned = True  # once, as a client repeats it
                 token = self.model.tokenizer.bos_token
@@ -383,7 +385,7 @@ class ServedModel:
         if (odd := next((token for token in prompt if not 0 <= token < most), None)) is not None:
             problem = f"`prompt` has the token id {odd}, outside the model's vocabulary of {most}"
             raise ApiError(problem, parameter="prompt")
-        return EncodedPrompt(list(prompt))
+        return EncodedPrompt(self.model.without_images(list(prompt)))
 
     def _settings(
         self, request: CompletionRequest, prompt_tokens: int, number: int, plan: AnswerPlan

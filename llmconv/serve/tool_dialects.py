@@ -277,12 +277,13 @@ class Sections:
         return call_of(name, loaded(arguments), tools)
 
 
-def typed(text: str, schema: Any) -> Any:
+def typed(text: str, schema: Any, whole: Any = None) -> Any:
     """A value that is written without quotes: a text where the schema says so or does not say, else JSON.
 
-    NotACall if it is not JSON and the schema has no text.
+    `whole` is the schema of all arguments, to which references lead. A value of another type than the schema names is
+    the text, if it may be one. NotACall if it is not JSON and the schema has no text.
     """
-    kinds = _kinds(schema)
+    kinds = _kinds(schema, whole, set())
     if kinds == {"string"} or not kinds:
         return text
     try:
@@ -291,20 +292,56 @@ def typed(text: str, schema: Any) -> Any:
         value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
         if isinstance(value, str) and "string" not in kinds:
             raise
-    return value
+    return text if "string" in kinds and not _types(value) & kinds else value
 
 
-def _kinds(schema: Any) -> set[str]:
-    """The types that a schema names, those of its alternatives and values included."""
+TYPES: dict[type, set[str]] = {
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    FarNumber: {"number"},
+    str: {"string"},
+    list: {"array"},
+    dict: {"object"},
+    type(None): {"null"},
+}
+"""JSON Schema's names of the types of values of `loaded`."""
+
+
+def _types(value: Any) -> set[str]:
+    return TYPES.get(type(value), set()) | ({"integer"} if isinstance(value, float) and value.is_integer() else set())
+
+
+def _kinds(schema: Any, whole: Any, seen: set[str]) -> set[str]:
+    """The types that a schema names, those of its alternatives, values and references (`seen`: earlier ones) included.
+
+    A reference that leads nowhere may be any.
+    """
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type", ())
-    kinds = {named} if isinstance(named, str) else {*named} if isinstance(named, list) else set()
-    for one in [each for key in ("anyOf", "oneOf") for each in schema.get(key) or ()]:
-        kinds |= _kinds(one)
-    if not kinds and isinstance(schema.get("enum"), list):
-        kinds = {"string" if isinstance(one, str) else "other" for one in schema["enum"]}
-    return kinds or ({"other"} if "$ref" in schema else set())
+    kinds = {named} if isinstance(named, str) else {str(one) for one in named} if isinstance(named, list) else set()
+    several = [schema.get(key) for key in ("anyOf", "oneOf", "allOf")]
+    for one in [each for alternatives in several if isinstance(alternatives, list) for each in alternatives]:
+        kinds |= _kinds(one, whole, seen)
+    if not kinds:
+        values = schema["enum"] if isinstance(schema.get("enum"), list) else ()
+        values = [*values, schema["const"]] if "const" in schema else values
+        kinds = {kind for one in values for kind in _types(one)}
+    if isinstance(place := schema.get("$ref"), str) and place not in seen:
+        seen.add(place)
+        kinds |= _kinds(_referred(place, whole), whole, seen) or {*EVERY}
+    return kinds
+
+
+EVERY = frozenset().union(*TYPES.values())
+
+
+def _referred(place: str, whole: Any) -> Any:
+    """What a JSON pointer after `#` leads to; None for no such place."""
+    for name in place.removeprefix("#").split("/")[1:]:
+        whole = whole.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(whole, Mapping) else None
+    return whole if place.startswith("#") else None
 
 
 @dataclass(frozen=True)
@@ -347,7 +384,7 @@ class Tags:
         for key, value in self.argument.findall(rest):
             if key.strip() in arguments:
                 raise NotACall("an argument comes twice")
-            arguments[key.strip()] = typed(value, schemas.get(key.strip()))
+            arguments[key.strip()] = typed(value, schemas.get(key.strip()), tools.get(name))
         if self.argument.sub("", rest).strip():
             raise NotACall("text between the arguments")
         return call_of(name, arguments, tools)
@@ -656,37 +693,3 @@ MARKS = frozenset(
         *("<|tool_call_end|>", "<|tool_calls_section_end|>"),
     ]
 )
-
-
-def forced_grammar(
-    frame: Frame, tools: Mapping[str, Mapping[str, Any]], special: Mapping[str, int], several: bool, skip: str = ""
-) -> str:
-    """llguidance's grammar of an answer that consists of calls, each with arguments by the tool's schema.
-
-    `special` are the ids of special tokens by their texts; `several` allows up to eight calls. The first characters
-    `skip` of the answer are there already.
-    """
-    first = f"{frame.opening}{frame.before_name}"
-    opening, before = (frame.opening, frame.before_name) if not skip else (first.removeprefix(skip), "")
-    repeated = f" ({_literal(frame.between, special)} call){{0,7}}" if several and frame.several else ""
-    rules = [f"start: {_literal(opening, special)} first{repeated} {_literal(frame.closing, special)}"]
-    names = [
-        f"{_literal(name, special)} {_literal(frame.after_name, special)} tool{at}" for at, name in enumerate(tools)
-    ]
-    rules.append(f"first: {_literal(before, special)} named")
-    rules.append(f"call: {_literal(frame.before_name, special)} named" if repeated else "")
-    rules.append(f"named: ({' | '.join(names)}) {_literal(frame.after_arguments, special)}")
-    rules += [f"tool{at}: %json {json.dumps(schema)}" for at, schema in enumerate(tools.values())]
-    return "\n".join(filter(None, rules)) + "\n"
-
-
-def _literal(text: str, special: Mapping[str, int]) -> str:
-    """A text in a grammar: special tokens by their ids, `#` as one or two digits."""
-    names = "|".join(re.escape(one) for one in sorted(special, key=len, reverse=True) if one)
-    parts = re.split(f"({names}|#)" if names else "(#)", text)
-    made = [
-        f"<[{special[one]}]>" if one in special else "/[0-9]{1,2}/" if one == "#" else json.dumps(one)
-        for one in parts
-        if one
-    ]
-    return " ".join(made)

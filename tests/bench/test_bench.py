@@ -188,6 +188,7 @@ def test_another_runtime_in_an_environment_of_its_own(runtime: str, talking: Pat
     if not (home / "complete").exists():
         pytest.skip(f"no build/{runtime}-env; `make clients` makes it")
     folder = Path(shutil.copytree(talking, tmp_path / "model"))
+    (folder / "generation_config.json").write_text('{"repetition_penalty": 9.0, "no_repeat_ngram_size": 1}')
     export(folder, prefill=True, incremental=True, unified=True, layout=[runtime], overwrite=True)
 
     result = bench(

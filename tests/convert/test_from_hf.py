@@ -23,10 +23,9 @@ from llmconv.checkpoint import open_checkpoint, read_json
 from llmconv.cli import main
 from llmconv.convert import from_hf, to_hf
 from llmconv.convert.formats.meta import intermediate_of
-from llmconv.convert.from_hugging_face import SETTINGS, SPECIAL
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, UnsupportedInput
-from llmconv.generation.sampling import KINDS, NEUTRAL, NO_NEUTRAL, GenerationSettings
+from llmconv.generation.sampling import GenerationSettings
 from tests.builders.accessory_models import FIXTURES
 from tests.builders.consolidated import assert_same_shards, there_and_back
 from tests.builders.hf_models import FALCON, LLAMA, MIXTRAL, save_model
@@ -165,10 +164,6 @@ def test_what_only_the_config_says_of_generation_is_named_where_it_has_no_place(
     from_hf(stating, tmp_path / "out", to="meta")
     said = capsys.readouterr().err
     assert "has no place for" in said and "`eos_token_id`" in said and "`generation_config.json`" not in said
-
-
-def test_settings_of_generation_are_the_fields_that_count_in_a_config() -> None:
-    assert {*SETTINGS, *SPECIAL} == {*KINDS, *NEUTRAL, *NO_NEUTRAL} - {"seed"}
 
 
 @pytest.mark.slow

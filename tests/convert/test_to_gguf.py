@@ -20,7 +20,7 @@ from llmconv import to_gguf
 from llmconv.checkpoint import json_object
 from llmconv.cli import main
 from llmconv.convert import from_hf, to_hf
-from llmconv.convert.formats.gguf.tokenizer import SAMPLING, sampling_fields
+from llmconv.convert.formats.gguf.tokenizer import SAMPLING, sampling_fields, sampling_keys
 from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, OutputFailed, UnsupportedInput, UsageProblem
 from llmconv.output import local_folder, plan
@@ -193,3 +193,26 @@ def test_settings_that_transformers_lacks_are_named(tmp_path: Path) -> None:
     assert sampling_fields(stated, "x.gguf", warnings) == {"do_sample": False}
     assert len(warnings) == 1 and "mirostat" in warnings[0]
     assert sampling_fields({"general.sampling.temp": 1e300, "general.sampling.top_p": float("nan")}, "x", []) == {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "back"),
+    [
+        ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
+        ({"repetition_penalty": 1.2, "temperature": 0.0}, {"repetition_penalty": 1.2, "do_sample": False}),
+        ({"do_sample": True}, {"do_sample": True, "temperature": 1.0}),
+    ],
+)
+def test_greedy_settings_come_back_greedy_and_sampling_ones_sample(
+    fields: dict[str, Any], back: dict[str, Any]
+) -> None:
+    keys = sampling_keys({"generation_config.json": json.dumps(fields).encode()}, [])
+    assert sampling_fields(keys, "x.gguf", []) == back
+
+
+def test_settings_that_a_file_does_not_state_are_told() -> None:
+    warnings = list[str]()
+    fields = {"no_repeat_ngram_size": 3, "num_beams": 1, "typical_p": 0.9, "top_p": 0.5, "eos_token_id": 2}
+    sampling_keys({"generation_config.json": json.dumps(fields).encode()}, warnings)
+    assert "`no_repeat_ngram_size`, `typical_p` of" in warnings[0] and "num_beams" not in warnings[0]
+    assert "`top_p` without `do_sample`" in warnings[1] and len(warnings) == 2

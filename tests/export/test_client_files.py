@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from click.testing import CliRunner
+from transformers import GenerationConfig
 
 from llmconv.cli import main
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
@@ -43,8 +44,8 @@ def unusual(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def model_of(model_type: str, generation: dict[str, Any] | None = None, **changes: Any) -> ClientModel:
     """The description of a tiny model for clients."""
-    config = load_config({**CONFIGS[model_type], "model_type": model_type, **changes})
-    return ClientModel(config, find_input_map(model_type), generation)
+    fields = {**CONFIGS[model_type], "model_type": model_type, **changes}
+    return ClientModel(load_config(fields), find_input_map(model_type), generation, fields=fields)
 
 
 def genai_config(model: ClientModel, *roles: str) -> dict[str, Any]:
@@ -348,3 +349,34 @@ def test_fields_of_generation_that_genai_does_not_have_are_named() -> None:
         genai_config(model_of("llama", {"suppress_tokens": [3], "min_new_tokens": 0, "top_k": 5}), "unified")
         genai_config(model_of("llama", {"min_new_tokens": 0, "bad_words_ids": None, "typical_p": 1.0}), "unified")
     assert [one.split(" of ")[0] for one in warned] == ["ONNX Runtime GenAI has no `suppress_tokens`"]
+
+
+SAYING: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "do_sample": True, "top_k": 0, "eos_token_id": [2, 7]},
+    {"eos_token_id": None, "bos_token_id": None, "num_beams": 3},
+]
+
+
+@pytest.mark.parametrize("said", SAYING, ids=["settings", "no ends"])
+def test_clients_generate_as_config_json_says_where_it_alone_does(tmp_path: Path, said: dict[str, Any]) -> None:
+    """As transformers, which has other defaults of special tokens in the class of a config."""
+    model = model_of("llama", **said)
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in model.fields.items() if v is not None}))
+    theirs = GenerationConfig.from_pretrained(tmp_path, config_file_name="config.json", _from_model_config=True)
+    graphs = EncodedGraphs({"unified": onnx.ModelProto().SerializeToString()}, {"unified": "model.onnx"}, ())
+    written = transformersjs.files(model, graphs)["generation_config.json"]
+    assert isinstance(written, bytes)
+    (tmp_path / "generation_config.json").write_bytes(written)
+    ours = GenerationConfig.from_pretrained(tmp_path)
+    assert {n: v for n, v in ours.to_dict().items() if n != "_from_model_config"} == {
+        n: v for n, v in theirs.to_dict().items() if n != "_from_model_config"
+    }
+    warned: list[str] = []
+    with warnings_to(warned.append):
+        found = genai_config(model, "unified")
+    kept = {name: found["search"][name] for name in genai_client.SEARCH if name in found["search"]}
+    wanted = {name: getattr(theirs, name) for name in genai_client.SEARCH if getattr(theirs, name) is not None}
+    size = model.config.vocab_size
+    assert kept == {"do_sample": False} | wanted | ({"top_k": size} if wanted.get("top_k") == 0 else {})
+    assert found["model"]["eos_token_id"] == (theirs.eos_token_id or [size - 1])
+    assert ["`num_beams` of config.json" in one for one in warned] == [True] * ("num_beams" in said)

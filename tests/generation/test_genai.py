@@ -142,6 +142,24 @@ def test_penalties_are_genais_and_count_no_padding(opened: TextModel, folder: Pa
 
 
 @pytest.mark.slow
+def test_padding_and_search_options_of_the_files_change_no_text(library: None, folder: Path, tmp_path: Path) -> None:
+    home = Path(shutil.copytree(folder, tmp_path / "padding"))
+    config = json.loads((home / "genai_config.json").read_text())
+    last = config["model"]["vocab_size"] - 1
+    config["model"]["pad_token_id"] = 9
+    config["search"] |= {"no_repeat_ngram_size": 1, "min_length": 4}
+    (home / "genai_config.json").write_text(json.dumps(config))
+    genai, onnx = (TextModel.open(home, backend=backend) for backend in ("genai", "onnx"))
+
+    for prompts in ([[9, 20, 9, 21, 9]], [[last, 20, 9, last - 1, 7]], [[last, 5, last], [9, 30], [8]]):
+        settings = GenerationSettings().but(max_new_tokens=8)
+        first, second = (
+            sorted((one.index, one.token) for one in each.stream(prompts, settings)) for each in (genai, onnx)
+        )
+        assert first == second
+
+
+@pytest.mark.slow
 def test_stop_strings_and_end_tokens_end_a_text(opened: TextModel) -> None:
     prompt = opened.encode(PROMPTS[0])
     whole = "".join(piece.text for piece in opened.stream([prompt], GenerationSettings(max_new_tokens=12)))

@@ -19,6 +19,8 @@ from llmconv.generation import Prompt, TextModel, generate
 from llmconv.generation.generate import Wording, encode_all
 from llmconv.progress import warnings_to
 from llmconv.runtime.tokenizer import UNKNOWN
+from llmconv.serve.fields import ApiError
+from llmconv.serve.openai_schema import chat_request, completion_request
 from llmconv.serve.served_model import ServedModel
 
 
@@ -106,10 +108,19 @@ def test_a_server_and_a_pipeline_say_it_too(begun: Path) -> None:
     model, warnings = TextModel.open(begun), list[str]()
     served = ServedModel(model, "tiny")
     with warnings_to(warnings.append):
-        found = [served._encode(text).ids for text in ("a", "~a", "~b")]
+        found = [served._encode(text, True).ids for text in ("a", "~a", "~b")]
         assert len(warnings) == 1 and "begins with `~` twice" in warnings[0]
         llmconv.pipeline("text-generation", model=model)("~a", max_new_tokens=1)
     assert len(warnings) == 2 and [len(ids) for ids in found] == [3, 4, 4]
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_completion_takes_no_special_tokens_where_the_client_wants_none(begun: Path, adds: bool) -> None:
+    served = ServedModel(TextModel.open(begun), "tiny")
+    (choice,) = served.choices(completion_request({"prompt": "ab", "add_special_tokens": adds}))
+    assert [*choice.ids] == AutoTokenizer.from_pretrained(begun)("ab", add_special_tokens=adds)["input_ids"]
+    with pytest.raises(ApiError, match="add_special_tokens"):
+        chat_request({"messages": [{"role": "user", "content": "ab"}], "add_special_tokens": True})
 
 
 def test_cut_prompts_are_counted(talking: Path) -> None:

@@ -12,6 +12,8 @@ import transformers
 import llmconv
 from llmconv.errors import InputRefused, UsageProblem
 from llmconv.generation import ModelFiles
+from llmconv.generation.chat_session import Chat
+from llmconv.runtime.chat_templates import TEMPLATES, Template
 
 CHAT = [{"role": "user", "content": "hi"}]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -118,3 +120,17 @@ def test_an_input_that_is_not_a_text_is_a_usage_problem(both: tuple[Any, Any], i
 def test_another_task_is_a_usage_problem() -> None:
     with pytest.raises(UsageProblem, match="summarization"):
         llmconv.pipeline("summarization", model="x")
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_templates_stop_strings_end_a_chat_and_no_text(
+    both: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, mixed: bool
+) -> None:
+    fields: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "return_full_text": False, "template": "own"}
+    monkeypatch.setitem(TEMPLATES, "own", Template(TEMPLATE))
+    (whole,), (text,) = both[0]([CHAT, "hi"], **fields)
+    monkeypatch.setitem(TEMPLATES, "own", Template(TEMPLATE, (whole["generated_text"][3:5],)))
+    found = both[0]([CHAT, "hi"] if mixed else [CHAT], **fields)
+    assert found[0] == [{"generated_text": whole["generated_text"][:3]}] and found[1:] == [[text]] * mixed
+    chat = Chat(both[0].model, both[0].model.defaults.but(max_new_tokens=8), template="own")
+    assert "".join(piece.text for piece in chat.ask("hi")) == whole["generated_text"][:3]

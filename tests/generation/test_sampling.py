@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,20 @@ from transformers.generation.logits_process import (
 
 from llmconv.errors import MalformedInput, UsageProblem
 from llmconv.generation import GenerationSettings
-from llmconv.generation.row import TokenCandidates, keep_top_k, narrowed, penalized, pick_token, softmax
+from llmconv.generation.logits_processors import GraphModel, search
+from llmconv.generation.loop import LoopEngine
+from llmconv.generation.row import (
+    RowStart,
+    TokenCandidates,
+    keep_top_k,
+    narrowed,
+    penalized,
+    pick_token,
+    softmax,
+)
+from llmconv.generation.token_rules import TokenRules
+from llmconv.runtime.extra_inputs import ModelCall
+from llmconv.runtime.runner import ArrayCache, Choices, Runner, Step, default_positions
 from llmconv.tensors import Array
 
 LOGITS = np.log(np.array([0.1, 0.4, 0.2, 0.25, 0.05]))
@@ -100,14 +114,52 @@ def test_large_logits_do_not_overflow() -> None:
     assert softmax(np.array([1e4, 1e4])).tolist() == [0.5, 0.5]
 
 
-def test_nan_logits_are_reported() -> None:
-    with pytest.raises(MalformedInput, match="NaN"):
-        pick_token(np.array([1.0, np.nan]), GenerationSettings(), np.random.default_rng(0))
-
-
 @pytest.mark.parametrize(
     "fields", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": 2.0}, {"num_beams": 0}]
 )
 def test_invalid_settings_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(UsageProblem, match="invalid "):
         GenerationSettings(**fields)
+
+
+NAN = np.array([[[0.5, np.nan, 0.1, 0.2]]], np.float32)
+HUGE = np.array([[[0.5, np.inf, 0.1, 0.2]]], np.float32)
+
+
+@pytest.mark.parametrize("logits", [NAN, HUGE], ids=["NaN", "infinite"])
+@pytest.mark.parametrize("samples", [False, True])
+@pytest.mark.parametrize("way", ["plain", "processor", "choices"])
+def test_no_token_is_picked_of_logits_that_are_no_numbers(way: str, samples: bool, logits: Array) -> None:
+    settings = GenerationSettings(do_sample=samples, extra={"no_repeat_ngram_size": 2} if way == "processor" else {})
+    engine = LoopEngine(Counting(logits), default_positions, Path())
+    row = engine._row(0, RowStart([1, 2], 4), settings, str)
+    tokens = np.array([[[1, 0, 3, 2]]])
+    choices = Choices(tokens, logits) if way == "choices" else None
+    with pytest.raises(MalformedInput, match="NaN or infinite"):
+        row.pick(Step(logits, ArrayCache({}, 2), choices), 0)
+
+
+def test_no_beam_goes_on_after_logits_that_are_no_numbers() -> None:
+    settings = GenerationSettings(num_beams=2)
+    with pytest.raises(MalformedInput, match="NaN or infinite"):
+        search(GraphModel(Counting(NAN), default_positions, 4), [1, 2], 3, settings)
+
+
+class Counting(Runner):
+    """Returns the same logits [1, 1, vocabulary] in every step."""
+
+    def __init__(self, logits: Array) -> None:
+        self._logits = logits
+
+    def _run_prompt(self, call: ModelCall, *_: Any) -> Step:
+        rows, tokens = call.attention_mask.shape
+        return Step(self._logits.repeat(rows, axis=0), ArrayCache({}, tokens))
+
+
+@pytest.mark.parametrize("extra", [{}, {"no_repeat_ngram_size": 9}], ids=["own loop", "processors"])
+def test_a_penalty_of_presence_follows_that_of_repetition(extra: dict[str, Any]) -> None:
+    """As docs/serving.md says: 3 / 2 - 1 is less than 0.6, and (3 - 1) / 2 is not."""
+    settings = GenerationSettings(repetition_penalty=2.0, rules=TokenRules(presence_penalty=1.0), extra=extra)
+    row = LoopEngine(Counting(NAN), default_positions, Path())._row(0, RowStart([0], 4), settings, str)
+    row.push(1)
+    assert row.pick(Step(np.array([[[0.0, 3.0, 0.6]]], np.float32), ArrayCache({}, 2)), 0) == 2

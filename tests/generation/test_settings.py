@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmconv.causal_lm import GENERATION
 from llmconv.errors import LlmconvError, MalformedInput
 from llmconv.generation import GenerationSettings
 from llmconv.generation.sampling import settings_line
@@ -145,3 +146,20 @@ def test_a_field_that_is_taken_has_an_effect_or_is_refused(name: str) -> None:
         if not np.array_equal(scores(ids, logits), without(ids, logits)):
             return
     pytest.fail(f"`{name}` has no effect")
+
+
+@pytest.mark.parametrize(("name", "neutral"), [("no_repeat_ngram_size", 0), ("typical_p", 1.0), ("min_length", 0)])
+def test_a_neutral_value_takes_back_that_of_the_file(tmp_path: Path, name: str, neutral: object) -> None:
+    folder = with_config(tmp_path, no_repeat_ngram_size=3, typical_p=0.5, min_length=7)
+    given = GenerationSettings.of(folder, **{name: neutral})
+    assert given.extra.keys() == {"no_repeat_ngram_size", "typical_p", "min_length"} - {name}
+    assert GenerationSettings.of(folder).but(**{name: neutral}) == given
+
+
+def test_neutral_values_are_those_of_transformers() -> None:
+    from transformers import GenerationConfig  # noqa: PLC0415
+
+    theirs = GenerationConfig._get_default_generation_params()
+    stated = {name: one for name, one in GENERATION.items() if one is not None}
+    assert stated == {name: theirs.get(name, one) for name, one in stated.items()}
+    assert GENERATION.keys() <= GenerationConfig().to_dict().keys() | {"stop_strings", "token_healing"}

@@ -13,6 +13,7 @@ import numpy as np
 import openai
 import pytest
 from starlette.testclient import TestClient
+from transformers import AutoTokenizer
 
 from llmconv.embedding import Embedder, embeds
 from llmconv.errors import UsageProblem
@@ -114,6 +115,9 @@ def test_token_ids_of_another_tokenizer_are_refused(folder: Path, tmp_path: Path
     file["post_processor"] = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": known}
     (own / "tokenizer.json").write_text(json.dumps(file))
     served = ServedEmbedder(Embedder(own), "own")
+    long = AutoTokenizer.from_pretrained(own)("the sea " * 9)["input_ids"]
+    wanted = [*long[:39], end["id"]]  # whose state is the embedding
+    assert served.rows(embedding_request({"input": ["the sea " * 9, long], "truncate": True})) == [wanted, wanted]
     [ids] = served.embedder.tokens(["sea"])
     assert served.rows(embedding_request({"input": ids})) == [ids]
     with pytest.raises(ApiError, match="check_embedding_ctx_length=False"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import jsonschema
 import pytest
 
 from llmconv.serve.answer_parser import AnswerParser, HarmonyParser, TextParser
@@ -314,3 +315,32 @@ def test_reasoning_is_told_by_template_or_tokens() -> None:
     assert detected_thoughts("<|im_start|>assistant\n<think>", []) == THOUGHTS[0]  # OLMo 3 Think, vllm 13125
     assert detected_thoughts("", ["[THINK]", "[/THINK]"]) == THOUGHTS[1]
     assert detected_thoughts("", ["<think>"]) is None
+
+
+REFERRING: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "zip": {"anyOf": [STRING, {"type": "null"}]},
+        "color": {"$ref": "#/$defs/Color"},
+        "who": {"allOf": [{"$ref": "#/$defs/Who"}], "description": "as pydantic writes a default"},
+        "next": {"$ref": "#/properties/next"},
+        "size": {"anyOf": [{"const": 3}, {"enum": ["large"]}]},
+    },
+    "$defs": {"Color": {"enum": ["red", "12"]}, "Who": {"type": "object"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "written", "value"),
+    [
+        *(("zip", "12345", "12345"), ("zip", "null", None), ("zip", "[1]", "[1]"), ("color", "red", "red")),
+        *(("color", "12", "12"), ("who", '{"a": 1}', {"a": 1}), ("next", "anything", "anything")),
+        *(("size", "3", 3), ("size", "large", "large")),
+    ],
+)
+def test_a_value_without_quotes_has_a_type_of_its_schema(name: str, written: str, value: Any) -> None:
+    if name != "next":  # which refers to itself
+        jsonschema.validate({name: value}, REFERRING)
+    text = CODER.replace("city", name).replace("Zürich", written).replace("<parameter=days>\n3\n</parameter>\n", "")
+    (part,) = TextParser(None, DIALECTS["qwen3_coder"], {"get_weather": REFERRING}).push(text)
+    assert part.kind == CALL and json.loads(part.text) == {name: value}

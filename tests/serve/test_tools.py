@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 
 from llmconv.generation import TextModel
 from llmconv.serve.app import make_app
+from llmconv.serve.openai_schema import chat_request
 from llmconv.serve.scheduler import Scheduler
 from llmconv.serve.served_model import ServedModel
 from tests.builders.worded_models import (
@@ -420,3 +421,12 @@ def test_reasoning_stays_text_without_its_parser(hermes: TextModel) -> None:
     with opened(hermes, reasoning_parser=False) as client:
         message = ask(client, **THINKS, **says("a</think>b"))["choices"][0]["message"]
         assert message == {"role": "assistant", "content": "a</think>b", "refusal": None}
+
+
+@pytest.mark.parametrize("name", ["none", "auto", "required", "get"])
+def test_a_tool_that_is_named_is_called_whatever_its_name(name: str) -> None:
+    tools = [{"type": "function", "function": {"name": one}} for one in (name, "other")]
+    chosen = {"type": "function", "function": {"name": name}}
+    use = chat_request({"messages": USER, "tools": tools, "tool_choice": chosen}).tools
+    assert use.active and [*use.forced] == [name]
+    assert not chat_request({"messages": USER, "tools": tools, "tool_choice": "auto"}).tools.forced

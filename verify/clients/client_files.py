@@ -16,14 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import onnx
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from typing_extensions import TypeIs
 
-from llmconv.causal_lm import language_config
+from llmconv.causal_lm import generation_settings, language_config
 from llmconv.checkpoint import read_json
 from llmconv.errors import MalformedInput, listing
 from llmconv.output.manifest import EMBEDDINGS, EMBEDDINGS_ROLE, MANIFEST, VISION, VISION_ROLE, read_manifest
@@ -310,14 +309,14 @@ def _of_model(section: Mapping[str, Any], model: Path) -> Iterator[str]:
     """What differs between the section `model` and the model's configuration."""
     from llmconv.export.clients.genai import context_length, special_tokens  # noqa: PLC0415 - only with this file
 
-    config, generation = decoder_config(model), model / "generation_config.json"
+    config = decoder_config(model)
     if config is None:  # a config class in the folder's own code, whose defaults are unknown
         return
     yield from _differences(section, {"vocab_size": int(config.vocab_size)}, "the model")
     given, longest = section.get("context_length"), context_length(config)
     if not _is_count(given) or given > longest:
         yield f"`context_length` is {given!r:.40}, and that of the model {longest}"
-    tokens = special_tokens(config, read_json(generation) if generation.is_file() else {})
+    tokens = special_tokens(settings_of(model), int(config.vocab_size))
     ends, own = section.get("eos_token_id"), tokens["eos_token_id"]
     if {*(ends if isinstance(ends, list) else [ends])} != {*own}:
         yield f"`eos_token_id` is {ends!r:.80}, and the model ends at {own}"
@@ -388,14 +387,19 @@ def allowed_tokens(model: Path) -> list[int]:
     """
     from llmconv.export.clients.genai import special_tokens  # noqa: PLC0415 - only for `--client`
 
-    path = model / "generation_config.json"
-    found, generation = decoder_config(model), read_json(path) if path.is_file() else {}
-    config = found or SimpleNamespace(**language_config(model))
-    has_own = generation.get(FIELD) is not None or getattr(config, FIELD, None) is not None
-    if found is None and not has_own:
+    settings = settings_of(model)
+    if decoder_config(model) is None and FIELD not in settings:
         return []
-    tokens = special_tokens(config, generation)
-    return [tokens[FIELD], *([] if has_own else tokens["eos_token_id"])]
+    tokens = special_tokens(settings, int(language_config(model)["vocab_size"]))
+    return [tokens[FIELD], *([] if FIELD in settings else tokens["eos_token_id"])]
+
+
+def settings_of(model: Path) -> dict[str, Any]:
+    """See `generation_settings`."""
+    config, path = model / "config.json", model / "generation_config.json"
+    return generation_settings(
+        read_json(config) if config.is_file() else {}, read_json(path) if path.is_file() else None
+    )
 
 
 def decoder_config(model: Path) -> Any | None:

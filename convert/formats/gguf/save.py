@@ -130,7 +130,7 @@ def save(checkpoint: Checkpoint, shards: int, imatrix: Path | None = None, *, ki
         **{f"{architecture}.{key}": value for key, value in keys.items()},
         **{f"{architecture}.{key}": value for key, value in _pooling(checkpoint.path, warnings).items()},
         **vocabulary,
-        **sampling_keys(checkpoint.side_files),
+        **sampling_keys(checkpoint.side_files, warnings),
         **about,
     }
     container = partial(gguf_pieces, metadata=metadata, stored=stored)

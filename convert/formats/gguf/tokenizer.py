@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from llmconv.causal_lm import GENERATION, SPECIAL_TOKENS
 from llmconv.checkpoint import TEMPLATES, VOCABULARIES, Checkpoint
 from llmconv.convert.tokenizers import (
     MODEL,
@@ -290,19 +291,34 @@ def sampling_fields(metadata: Mapping[str, Any], source: str, warnings: list[str
         warnings.append(
             f"transformers has no such settings, which are left out: {listing(sorted(stated))} (`{source}`)"
         )
-    greedy = found.get("temperature", 1) <= 0
-    return {"do_sample": False} if greedy else {**found, "do_sample": True} if found else {}
+    others = found.keys() - {"repetition_penalty"}  # which greedy search has, too
+    if found.get("temperature", 1) <= 0:
+        kept = {name: value for name, value in found.items() if name not in others}
+        return {**kept, "do_sample": False}
+    return {**found, "do_sample": True} if others else found
 
 
-def sampling_keys(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """The keys of the sampling settings, of the types that llama.cpp's converter writes."""
+def sampling_keys(files: Mapping[str, bytes], warnings: list[str]) -> dict[str, Any]:
+    """The keys of the sampling settings, of the types that llama.cpp's converter writes; warns of what has none."""
     given = read_object(files, "generation_config.json")
+    stated = {*SAMPLING, *SPECIAL_TOKENS, "do_sample"}
+    lost = [name for name in GENERATION if name not in stated and given.get(name) not in (None, GENERATION[name], [])]
+    if lost:
+        warnings.append(f"a GGUF file does not state {listing(sorted(lost))} of `generation_config.json`")
+    drawn = [name for name in SAMPLING if name != "repetition_penalty" and given.get(name) is not None]
+    if drawn and given.get("do_sample") is not True:
+        warnings.append(
+            f"`generation_config.json` has {listing(drawn)} without `do_sample`: the model picks the likeliest token, "
+            "and programs that read the GGUF file sample"
+        )
     keys: dict[str, Any] = {}
     for name, key in SAMPLING.items():
         value = given.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) >= 1 << 31:
             continue
         keys[PREFIX + key] = struct.pack("<Ii", INT32, int(value)) if name == "top_k" else float(value)
+    if given.get("do_sample") is True and not drawn:  # no other key tells that it samples
+        keys[PREFIX + SAMPLING["temperature"]] = GENERATION["temperature"]
     return keys
 
 

@@ -14,6 +14,7 @@ import pytest
 from gguf import GGUFReader, GGUFWriter
 from safetensors.numpy import load_file
 
+from llmconv import to_gguf
 from llmconv.convert import from_hf
 from llmconv.convert.formats.gguf.quantizers import QUANTIZERS
 from llmconv.convert.formats.gguf.save import MIXTURES
@@ -134,6 +135,8 @@ def test_a_matrix_of_either_form_is_used(tmp_path: Path) -> None:
     from_hf(model, tmp_path / "whole", to="gguf")
     weights = weights_of(tmp_path / "whole/model.gguf")
     files = write_matrix(tmp_path / "a.gguf", weights), write_dat(tmp_path / "a.dat", weights)
+    with pytest.raises(InputRefused, match="is the importance matrix itself"):
+        to_gguf(model, files[0], type="q4_k_s", imatrix=files[0], overwrite=True)
     for file in files:
         from_hf(model, tmp_path / file.suffix, to="gguf", dtype="q4_k_s", imatrix=file)
     first, second = (read_gguf(tmp_path / file.suffix / "model.gguf") for file in files)

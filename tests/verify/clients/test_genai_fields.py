@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import onnx
@@ -104,7 +103,7 @@ def test_what_export_writes_passes(tiny: Callable[[str], Path], tmp_path: Path, 
 @pytest.mark.parametrize("value", ["x", [1.5], True])
 def test_export_refuses_a_token_that_is_no_number(value: Any) -> None:
     with pytest.raises(MalformedInput, match="`eos_token_id` is .*, which is not a token id"):
-        special_tokens(SimpleNamespace(vocab_size=8), {"eos_token_id": value})
+        special_tokens({"eos_token_id": value}, 8)
 
 
 @pytest.mark.slow
