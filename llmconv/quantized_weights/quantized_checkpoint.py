@@ -14,6 +14,7 @@ from llmconv.quantized_weights.packed_weight import IntegerCodes, PackedWeight
 from llmconv.tensors import Array, LazyTensor
 
 FIELD = "quantization_config"
+UNKNOWN_TO_TRANSFORMERS = {"mlx", "modelopt"}  # methods whose weights transformers does not load
 CODES = {"int8", "uint8", "int32", "float8_e4m3fn", "float8_e5m2"}  # dtypes that no plain weight has
 
 
