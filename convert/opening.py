@@ -428,10 +428,8 @@ def _explain_file(path: Path) -> LlmconvError:
                 f"`{path.name}` is a whole object (`{short(content.function, 80)}`), pickled with its class",
                 hint="load it where its code is, and save its `state_dict()`",
             )
-        if isinstance(content, dict) and ("ds_version" in content or path.name.endswith("_optim_states.pt")):
-            return InputRefused(
-                f"`{path.name}` is one file of a DeepSpeed checkpoint", hint=f"give its folder, `{path.parent}`"
-            )
+        if whole := _checkpoint_of(path, content):
+            return InputRefused(f"`{path.name}` is one file of {whole}", hint=f"give its folder, `{path.parent}`")
         keys = ", ".join(f"`{key}`" for key in list(content)[:4]) if isinstance(content, dict) else "not a dict"
         return UnsupportedInput(
             f"`{path.name}` is a torch file, but not of a known training format (it contains {keys})",
@@ -441,6 +439,13 @@ def _explain_file(path: Path) -> LlmconvError:
         return foreign
     no_zip = explain_no_zip(path, head)
     return no_zip if isinstance(no_zip, UnsupportedInput) else _unknown(path)
+
+
+def _checkpoint_of(path: Path, content: Any) -> str:
+    """The checkpoint of several files that a torch file is one of; empty if there is none."""
+    if isinstance(content, dict) and ("ds_version" in content or path.name.endswith("_optim_states.pt")):
+        return "a DeepSpeed checkpoint"
+    return f"a checkpoint ({whole.title})" if (whole := detect(path.parent)) else ""
 
 
 def _unknown(path: Path) -> LlmconvError:

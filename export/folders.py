@@ -305,7 +305,7 @@ class InPlace:
             if not isinstance(tensor, Mapped) and not found:
                 raise InputRefused(
                     f"graphs cannot map `{name}` as the model's files store it",
-                    hint="give `-o OUT`: its codes are repacked there once, without a change of values",
+                    hint="give `-o OUT`: its codes are written there once, as graphs read them",
                 )
             codes |= found or {}
         return replace(self, codes=codes)

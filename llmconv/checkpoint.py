@@ -18,6 +18,7 @@ import numpy as np
 from llmconv.errors import MalformedInput, UnsupportedInput, listing, short, word
 from llmconv.files.paths import refuse_git_lfs
 from llmconv.files.safetensors_file import RANGES, FileTensor, read_header
+from llmconv.files.shard_index import require_listed
 from llmconv.files.source_file import fill, open_data
 from llmconv.files.sources import snapshot_home
 from llmconv.not_a_model_folder import refused_model
@@ -333,13 +334,12 @@ def open_shards(folder: Path, index: str = INDEX) -> dict[str, LazyTensor]:
     A `model.safetensors` that the index does not list is another model: transformers reads it, and other programs the
     shards.
     """
-    tensors: dict[str, LazyTensor] = {}
     shards = indexed_shards(folder, index, lambda name: name.endswith(".safetensors"))
     if index == INDEX and SINGLE not in shards and (folder / SINGLE).is_file():
         problem = f"`{folder}` contains two models: `{SINGLE}`, and the shards that `{INDEX}` lists without it"
         raise MalformedInput(problem, hint="delete the one that an earlier save left there")
-    headers = {shard: read_header(folder / shard) for shard in shards}
-    everywhere = {name for header in headers.values() for name in header.tensors}
+    found = {shard: read_header(folder / shard).tensors for shard in shards}
+    everywhere = {name for tensors in found.values() for name in tensors}
     if nowhere := sorted(set().union(*shards.values()) - everywhere):
         problem = f"`{index}` lists {len(nowhere)} tensors that no file has: {listing(nowhere)}"
         raise MalformedInput(
@@ -348,10 +348,8 @@ def open_shards(folder: Path, index: str = INDEX) -> dict[str, LazyTensor]:
             f"damaged: delete `{index}`, and `llmconv to-hf {word(folder)} -o OUT` writes the model with a new one if "
             "nothing is missing",
         )
-    for shard, listed in shards.items():
-        require_listed(shard, headers[shard].tensors, listed, index)
-        tensors.update(headers[shard].tensors)
-    return tensors
+    require_listed(shards, found, index, lambda shard, name: found[shard][name])
+    return {name: tensor for shard, listed in shards.items() for name, tensor in found[shard].items() if name in listed}
 
 
 def indexed_shards(folder: Path, index: str, is_shard_name: Callable[[str], bool]) -> dict[str, set[str]]:
@@ -370,13 +368,6 @@ def indexed_shards(folder: Path, index: str, is_shard_name: Callable[[str], bool
         hint = "copy or download the folder again; an interrupted download continues where it stopped"
         raise MalformedInput(f"shard `{missing[0]}`{rest} missing from `{folder}`", hint=hint)
     return dict(sorted(shards.items()))
-
-
-def require_listed(shard: str, found: Iterable[str], listed: set[str], index: str) -> None:
-    """Raises MalformedInput if the names in a shard are not those that the index lists for it."""
-    if different := sorted(listed ^ {*found}):
-        problem = f"`{index}` and `{shard}` differ in {len(different)} tensors: {listing(different)}"
-        raise MalformedInput(problem, hint="shards of different models are mixed; copy the folder again")
 
 
 def side_file_names(folder: Path) -> list[str]:

@@ -91,6 +91,7 @@ ONNX_ADAPTER = b"TORT"  # bytes 4 to 8 of onnxruntime's adapter files
 TO_HF = "convert a training checkpoint first: `llmconv to-hf SOURCE -o OUT`"
 SUFFIXES_OF_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 NESTED = 100  # most folders of a folder that are looked into for models
+OLMO_CORE = "model_and_optim/.metadata"  # in a checkpoint of OLMo-core
 TRAINER_FOLDER = re.compile(r"checkpoint-(\d+)")
 # names of torch files that are not weights
 KINDS = {
@@ -207,12 +208,29 @@ def _folder(folder: Path) -> InputRefused | None:
     checks: tuple[Callable[[Path, set[str]], InputRefused | None], ...] = (
         lambda folder, names: adapter_or_delta(folder),
         lambda folder, names: refused_export(folder) if is_quantized_export(folder) else None,
+        lambda folder, names: _olmo_core(folder),
         _weights_of_other_libraries,
         _weights_without_config,
         _folders_inside,
         _config_alone,
     )
     return next((found for check in checks if (found := check(folder, names))), None)
+
+
+def _olmo_core(folder: Path) -> InputRefused | None:
+    """A checkpoint of OLMo-core, or the folder of a run that contains some as `step1000`."""
+    steps = [one for one in sorted(folder.glob("step*"))[:NESTED] if (one / OLMO_CORE).is_file()]
+    found = folder if (folder / OLMO_CORE).is_file() else max(steps, key=lambda one: one.stat().st_mtime, default=None)
+    return of_olmo_core(found) if found else None
+
+
+def of_olmo_core(folder: Path) -> UnsupportedInput:
+    """The refusal of a checkpoint of OLMo-core, the folder of one step."""
+    return UnsupportedInput(
+        f"`{folder}` is a checkpoint of OLMo-core, whose files and names are its own",
+        hint="OLMo-core's program writes a Hugging Face folder of it: `python "
+        f"src/examples/huggingface/convert_checkpoint_to_hf.py -i {word(folder)} -o OUT`",
+    )
 
 
 def adapter_file(path: Path) -> InputRefused | None:

@@ -74,6 +74,24 @@ def test_an_index_and_shards_that_disagree_are_refused(homes: dict[str, int], sh
         open_checkpoint(sharded)
 
 
+@pytest.mark.parametrize("copy", [torch.ones(3), torch.zeros(3), torch.ones(1), torch.ones(3, dtype=torch.bfloat16)])
+def test_a_tensor_that_is_in_two_shards_is_read_once_if_both_are_equal(copy: torch.Tensor, sharded: Path) -> None:
+    save_file({"b": copy, "c": torch.ones(4)}, sharded / "model-00002-of-00002.safetensors")  # the index: b is in 1
+    if torch.equal(copy, torch.ones(3)) and copy.dtype == torch.float32:
+        checkpoint = open_checkpoint(sharded)
+        assert {name: tensor.read().tolist() for name, tensor in checkpoint.items()} == {
+            "a": [1, 1],
+            "b": [1, 1, 1],
+            "c": [1, 1, 1, 1],
+        }
+        return
+    with pytest.raises(
+        MalformedInput, match="two shards have `b`, with different values: `model-00001.* lists it, and"
+    ) as e:
+        open_checkpoint(sharded)
+    assert "save the model again" in e.value.hint
+
+
 def test_an_index_that_lists_what_no_file_has_says_so(sharded: Path) -> None:
     write_index(sharded, {"a": 1, "b": 1, "c": 2, "model.layers.2.eh_proj.weight": 2})
     with pytest.raises(MalformedInput, match=r"lists 1 tensors that no file has: `model\.layers\.2\.eh_proj") as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from llmconv.cli import main
 from llmconv.errors import LlmconvError
 from llmconv.not_a_model_folder import refused_model
+from tests.builders.dcp_folders import save
 from tests.builders.torch_states import FIXTURES, LLAMA, llama_state
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"a" * 64 + b"\nsize 12345\n"
@@ -356,3 +358,22 @@ def test_the_command_of_the_hint_converts_it(tmp_path: Path, made: Callable[[Pat
     words = hint[hint.index("llmconv ") + 8 : hint.rindex("`")].replace("OUT", str(tmp_path / "out")).split()
     result = CliRunner().invoke(main, words)
     assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("given", ["run", "run/step100", "run/step100/model_and_optim"])
+@pytest.mark.parametrize("arguments", [("inspect",), ("to-hf", "-o", "OUT"), ("generate", "--prompt", "x")])
+def test_a_checkpoint_of_olmo_core_is_named_with_its_own_converter(
+    arguments: tuple[str, ...], given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    step = tmp_path / "run/step100"
+    save(step / "model_and_optim", {"model": llama_state()})
+    (step / "config.json").write_text('{"run_name": "x", "model": {"d_model": 64}}')
+    file = step / "model_and_optim/.metadata"
+    module = b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo"
+    content = pickle.dumps(pickle.loads(file.read_bytes()), protocol=2)
+    assert module in content
+    file.write_bytes(content.replace(module, b"colmo_core.distributed.checkpoint.filesystem\n_StorageInfo"))
+    done = CliRunner().invoke(main, [arguments[0], given, *arguments[1:]])
+    assert done.exit_code == 3 and "run/step100` is a checkpoint of OLMo-core" in done.output
+    assert "convert_checkpoint_to_hf.py -i " in done.output

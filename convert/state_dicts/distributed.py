@@ -32,6 +32,7 @@ from llmconv.files.pickle_reader import RANK_LIMIT, Global, TensorRef, read_pick
 from llmconv.files.safetensors_file import Header
 from llmconv.files.source_file import Version, open_source, version_of
 from llmconv.files.torch_reader import TorchFile, open_torch_blob
+from llmconv.not_a_model_folder import of_olmo_core
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor
 
 FILE = ".metadata"
@@ -190,6 +191,8 @@ def _locations(folder: Path, stored: Any) -> dict[tuple[str, str], BlobLocation]
             refuse(folder, f"has a `{FILE}` with an invalid index")
         if (name, key_of(offset)) in locations:
             refuse(folder, f"has two locations for {shown(name)}")
+        if isinstance(entry, Stub) and str(entry.function).startswith("olmo_core."):
+            raise of_olmo_core(folder.parent)
         fields = _fields(folder, entry, "_StorageInfo")
         file: Any = fields.get("relative_path")
         span: Any = (fields.get("offset"), fields.get("length"))

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import INDEX, SINGLE, indexed_shards, open_shards, require_listed
+from llmconv.checkpoint import INDEX, SINGLE, indexed_shards, open_shards
 from llmconv.convert.models.completeness import WRAPPERS, is_buffer
-from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing
+from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, listing, short
 from llmconv.files.pickle_machine import Stub
-from llmconv.files.pickle_reader import TensorRef
+from llmconv.files.pickle_reader import Global, TensorRef
 from llmconv.files.safetensors_file import FileTensor, Header, read_header
+from llmconv.files.shard_index import require_listed
 from llmconv.files.source_file import Version, version_of
 from llmconv.files.torch_reader import is_torch_file, open_torch_file
 from llmconv.not_a_model_folder import training_file_kind
@@ -109,9 +110,13 @@ def refuse_quantized(names: Mapping[str, Any], source: str) -> None:
 
 def refuse_objects(state: Mapping[str, Any], source: str) -> None:
     """Raises UnsupportedInput for the first object (`ShardedTensor`, `NF4Tensor` and the like) among the tensors."""
-    if (name := next((name for name, leaf in state.items() if isinstance(leaf, Stub)), None)) is not None:
-        hint = "save a full (unsharded, unquantized) state dict of plain tensors"
-        raise UnsupportedInput(f"`{name}` in `{source}` is an object, not a plain tensor", hint=hint)
+    for name, leaf in state.items():
+        if isinstance(leaf, Stub):
+            kind = next((one for one in (*leaf.args[:1], leaf.function) if isinstance(one, Global)), "")
+            problem = f"`{name}` in `{source}` is an object, not a plain tensor" + (
+                f" (`{short(kind, 80)}`)" if kind else ""
+            )
+            raise UnsupportedInput(problem, hint="save a full (unsharded, unquantized) state dict of plain tensors")
 
 
 def open_state(path: Path) -> StateFile | None:
@@ -155,7 +160,8 @@ def without_duplicates(source: str, parts: Iterable[Mapping[str, Any]]) -> dict[
         if duplicate := sorted(whole.keys() & part.keys()):
             raise MalformedInput(
                 f"duplicate keys in the files of `{source}`: {listing(duplicate)}",
-                hint="files of different checkpoints are mixed; copy the folder again",
+                hint="files of different checkpoints are mixed, or a save wrote a tensor twice: copy the folder again "
+                "from where it was saved, or save the model again",
             )
         whole |= part
     return whole
@@ -225,11 +231,14 @@ def is_shard(path: Path) -> bool:
 def open_bin_folder(folder: Path) -> StateFile:
     """A folder's state dict, as its index lists it (else MalformedInput); InputRefused for several checkpoints."""
     if index := _only(folder, _indices(folder, INDEX_SUFFIX)):
-        shards = []
-        for name, listed in indexed_shards(folder, index, lambda name: name.endswith(".bin")).items():
-            shards.append(require_state(folder / name))
-            require_listed(name, shards[-1].state, listed, index)
-        return union(folder, shards)
+        shards = indexed_shards(folder, index, lambda name: name.endswith(".bin"))
+        files = {shard: require_state(folder / shard) for shard in shards}
+        states = {shard: file.state for shard, file in files.items()}
+        require_listed(shards, states, index, lambda shard, name: _only_tensor(files[shard], name))
+        for shard, file in files.items():
+            kept = {name: leaf for name, leaf in file.state.items() if name in shards[shard]}
+            files[shard] = replace(file, state=kept)
+        return union(folder, [*files.values()])
     for name in BINS:
         if (folder / name).is_file():
             return union(folder, [require_state(folder / name)])
@@ -242,6 +251,10 @@ def open_bin_folder(folder: Path) -> StateFile:
             hint="a link, a pipe or a folder has its name; copy it again",
         )
     return union(folder, [require_state(file) for file in _in_order(folder, found)])
+
+
+def _only_tensor(file: StateFile, name: str) -> LazyTensor:
+    return replace(file, state={name: file.state[name]}).tensors()[name]
 
 
 def require_state(file: Path) -> StateFile:

@@ -359,8 +359,10 @@ class TarArchive:
             yield block
         self._read(-size % RECORD)
         if self._next_file() is not None:
-            hint = f"unpack it with `tar -xf {self._name}` and give the checkpoint inside"
-            raise UnsupportedInput(f"the archive `{self._name}` contains several files", hint=hint)
+            folder = word(self._name.partition(".")[0] or "unpacked")
+            problem = f"the archive `{self._name}` contains several files"
+            command = f"mkdir {folder} && tar -xf {word(self._name)} -C {folder}"
+            raise UnsupportedInput(problem, hint=f"unpack it where it is with `{command}`, and give that folder")
 
     def _next_file(self) -> int | None:
         """Skips to the data of the next file and returns its size; None at the end of the archive."""

@@ -93,7 +93,7 @@ def require_mapped(tensors: Mapping[str, LazyTensor]) -> None:
     if computed := sorted(name for name, tensor in tensors.items() if not isinstance(tensor, Mapped)):
         raise InputRefused(
             f"graphs cannot map `{computed[0].removesuffix('.codes')}` as the model's file stores it",
-            hint="give `-o OUT`: the weights are converted there once, and codes repacked without a change of values",
+            hint="give `-o OUT`: the weights and codes are written there once, as graphs read them",
         )
 
 

@@ -580,8 +580,25 @@ def _export(folder: Path, made: Path) -> None:
         elif path.suffix in COPIED and path.name != MANIFEST and path.is_file():
             shutil.copyfile(own_file(folder, path.name), made / path.name)
     write_small(made, {name: content for name, content in read_side_files(folder).items() if "/" in name})
-    with _named(made, folder, "or give `--backend torch`", f"llmconv export {word(folder)}"):
+    with _named(made, folder, _torch_instead(folder), f"llmconv export {word(folder)}"):
         export(made)
+
+
+def _torch_instead(folder: Path) -> str:
+    """The way out with torch, if there is one: transformers does not load all codes that llmconv reads."""
+    from llmconv.quantized_weights.float4 import has_small_exponents  # noqa: PLC0415 - as in `_export`
+    from llmconv.quantized_weights.quantized_checkpoint import (  # noqa: PLC0415
+        FIELD,
+        UNKNOWN_TO_TRANSFORMERS,
+        method_name,
+        unsupported,
+    )
+
+    config = read_json(folder / CONFIG)
+    if method_name(config) not in UNKNOWN_TO_TRANSFORMERS and not has_small_exponents(config.get(FIELD)):
+        return "or give `--backend torch`"
+    plain = f"`llmconv to-hf {word(folder)} -o PLAIN --quant dequantize`"
+    return "" if unsupported(config) else f"or give `--backend torch` with the folder that {plain} makes"
 
 
 TORCH_OF_FOLDER = "or give `--backend torch` with the folder that `llmconv to-hf` makes"
@@ -598,9 +615,10 @@ def _named(made: Path, given: Path, way: str, command: str, *, converting: bool 
     except LlmconvError as error:
         error.message = error.message.replace(str(made), str(given))
         error.hint = error.hint.replace(str(made), str(given))
-        if "`-" in error.hint:
+        if with_option := "`-" in error.hint:
             error.hint = f"with `{command}`, {error.hint}"
-        if converting or not isinstance(error, MalformedInput):  # what is damaged runs nowhere
+        # what is damaged runs nowhere, and a conversion needs an option that goes on
+        if way and (with_option if converting else not isinstance(error, MalformedInput)):
             error.hint += f"; {way}"
         error.args = (error.message,)
         raise

@@ -4,15 +4,16 @@ ModelOpt has other names, and a global scale that is multiplied (`methods/modelo
 
 Layout (`compressed_tensors/compressors/nvfp4`, `mxfp4`): `X.weight_packed` uint8 out×(in/2), the first of two codes in
 the low half, with `X.weight_scale` out×(in/size): float8_e4m3fn, divided by `X.weight_global_scale` float32 [1]
-(NVFP4), or exponents of two, biased by 127 (MXFP4).
+(NVFP4), or exponents of two, biased by 127 (MXFP4; by 125 up to 0.13.0, `exponent_bias`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -27,6 +28,7 @@ SIZES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 BOUNDS = (SIZES[:-1] + SIZES[1:]) / 2
 TABLE = np.concatenate([SIZES, -SIZES])
 BIAS = 127  # of exponents
+LAST_OLD_BIAS = (0, 13, 0)  # the last release of compressed-tensors that stored exponents of MXFP4 2 too small
 ROUNDED_UP = np.float32(1 + 1e-6)  # by which a scale that is computed of its own values may be too large
 E4M3 = np.arange(0x7F, dtype=np.uint8)  # the codes of the numbers from 0 to 448
 
@@ -39,6 +41,7 @@ class Float4Weight(PackedWeight):
     size: int  # columns of a group
     ends: tuple[str, str, str] = (PACKED, SCALE, GLOBAL)  # of the names of codes, scales and what all scales share
     multiplied: bool = False  # scales are multiplied by what they share (ModelOpt), not divided
+    bias: int = BIAS  # of exponents
 
     @cached_property
     def whole(self) -> np.float32:
@@ -56,7 +59,7 @@ class Float4Weight(PackedWeight):
         name = self.stem + self.ends[1]
         stored = self.parts[name].rows(start, stop)
         if stored.dtype == np.uint8:
-            return finite(np.ldexp(np.float32(1), stored.astype(np.int32) - BIAS), name)
+            return finite(np.ldexp(np.float32(1), stored.astype(np.int32) - self.bias), name)
         scales = finite(stored, name)
         found: Array = scales * self.whole if self.multiplied else scales / self.whole
         return found
@@ -108,7 +111,7 @@ class Float4Weight(PackedWeight):
         """The least scale in the file's form that is no smaller, or the largest; bytes."""
         scale = self.parts[self.stem + self.ends[1]]
         if scale.dtype.name == "uint8":
-            exponents = np.ceil(np.log2(np.maximum(scales, np.finfo(np.float32).tiny))) + BIAS
+            exponents = np.ceil(np.log2(np.maximum(scales, np.finfo(np.float32).tiny))) + self.bias
             fitting: Array = np.clip(exponents, 0, 254)
             return fitting.astype(np.uint8)
         steps = E4M3.view(scale.dtype.numpy).astype(np.float32)
@@ -121,7 +124,26 @@ def _given(tensor: LazyTensor, rows: Array) -> LazyTensor:
     return LazyTensor(tensor.dtype, rows.shape, lambda start, stop: rows[start:stop])
 
 
-def open_float4(tensors: Mapping[str, LazyTensor], stem: str, kind: str, size: int | None) -> Float4Weight:
+def exponent_bias(settings: Mapping[str, Any]) -> int:
+    """The bias of MXFP4's exponents under a `quantization_config` of compressed-tensors.
+
+    Releases up to 0.13.0 subtracted 2 from exponents that were right already (`MXFP4PackedCompressor.compress_scale`;
+    vllm-project/compressed-tensors 538). Other programs in whose settings that release is found name themselves.
+    """
+    release = re.match(r"(\d{1,4})\.(\d{1,4})(?:\.(\d{1,4}))?", str(settings.get("version") or ""))
+    if not release or settings.get("provider"):
+        return BIAS
+    return BIAS - 2 if tuple(int(number or 0) for number in release.groups()) <= LAST_OLD_BIAS else BIAS
+
+
+def has_small_exponents(settings: Any) -> bool:
+    """Whether a `quantization_config` is of MXFP4 with such exponents, which transformers and vLLM read as they are."""
+    return isinstance(settings, Mapping) and MX in str(settings) and exponent_bias(settings) != BIAS
+
+
+def open_float4(
+    tensors: Mapping[str, LazyTensor], stem: str, kind: str, size: int | None, bias: int = BIAS
+) -> Float4Weight:
     """The weight of the module `stem` in the format `kind`; MalformedInput for missing or mismatched parts."""
     packed, scale = tensors[stem + PACKED], part(tensors, stem + SCALE, stem + PACKED)
     if len(packed.shape) != 2 or 0 in packed.shape:
@@ -136,4 +158,4 @@ def open_float4(tensors: Mapping[str, LazyTensor], stem: str, kind: str, size: i
     if kind == NV:
         whole = require(part(tensors, stem + GLOBAL, stem + PACKED), stem + GLOBAL, (1,), ("float32",))
         parts[stem + GLOBAL] = whole
-    return Float4Weight(f"{stem}.weight", parts, shape, stem, size)
+    return Float4Weight(f"{stem}.weight", parts, shape, stem, size, bias=bias)

@@ -14,6 +14,7 @@ from llmconv.quantized_weights.packed_weight import IntegerCodes, PackedWeight
 from llmconv.tensors import Array, LazyTensor
 
 FIELD = "quantization_config"
+UNKNOWN_TO_TRANSFORMERS = {"mlx", "modelopt"}  # methods whose weights transformers does not load
 CODES = {"int8", "uint8", "int32", "float8_e4m3fn", "float8_e5m2"}  # dtypes that no plain weight has
 
 
@@ -112,7 +113,7 @@ def _nothing(checkpoint: Checkpoint, method: QuantizationMethod) -> InputRefused
 def unsupported(config: Mapping[str, Any]) -> UnsupportedInput | None:
     """The error for a model whose configuration names a method that llmconv does not read."""
     kind = method_name(config)
-    if kind is None or (kind in methods() and isinstance(config.get(FIELD), Mapping)):
+    if kind is None or (kind in methods() and isinstance(config.get(FIELD) or config.get(OF_MLX), Mapping)):
         return None
     hint = f"supported are {', '.join(methods())}; take the model it was quantized from"
     return UnsupportedInput(f"the model is quantized with `{kind[:40]}`, which is not supported", hint=hint)
@@ -120,10 +121,10 @@ def unsupported(config: Mapping[str, Any]) -> UnsupportedInput | None:
 
 def method_name(config: Mapping[str, Any]) -> str | None:
     settings = config.get(FIELD)
+    if is_mlx(settings or config.get(OF_MLX)):
+        return "mlx"
     if not settings:
         return None
-    if is_mlx(settings):
-        return "mlx"
     name = settings.get("quant_method") if isinstance(settings, Mapping) else settings
     if name is None and any(str(key).startswith("load_in_") for key in settings):
         return "bitsandbytes"  # transformers before 4.37 did not write the method

@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from llmconv.checkpoint import open_checkpoint
 from llmconv.compressed import quantize
-from llmconv.errors import InputRefused
+from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
+from llmconv.quantized_weights.float4 import exponent_bias
 from llmconv.quantized_weights.quantized_checkpoint import quantized_checkpoint
+from llmconv.runtime.eager.torch_runner import TorchRunner
 from tests.compressed.test_reference import preset
 
 UP = "model.layers.1.mlp.up_proj"
@@ -35,6 +37,47 @@ def test_values_are_those_of_the_package(scheme: str, llama: Path, tmp_path: Pat
     assert found
     values = torch.from_numpy(found.plain[f"{UP}.weight"].read().astype(np.float32))
     assert torch.equal(values.to(torch.bfloat16), wanted.to(torch.bfloat16))
+
+
+@pytest.fixture(scope="module")
+def mxfp4(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mxfp4") / "model"
+    quantize(llama, folder, scheme="mxfp4")
+    return folder
+
+
+def written_by(version: str, folder: Path, target: Path, **more: Any) -> Path:
+    """MXFP4 as compressed-tensors up to 0.13.0 stored it: with exponents that are 2 too small."""
+    tensors = load_file(Path(shutil.copytree(folder, target)) / "model.safetensors")
+    older = {name: one - 2 if name.endswith("weight_scale") else one for name, one in tensors.items()}
+    save_file(older, target / "model.safetensors")
+    config = json.loads((target / "config.json").read_text())
+    config["quantization_config"] |= {"version": version, **more}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def test_exponents_that_compressed_tensors_stored_2_too_small_are_read_as_meant(mxfp4: Path, tmp_path: Path) -> None:
+    old = written_by("0.13.0", mxfp4, tmp_path / "old")
+    assert np.array_equal(read(old), read(mxfp4))
+    with pytest.raises(UnsupportedInput, match="whose exponents are 2 too small") as caught:
+        TorchRunner(old)
+    assert "--quant dequantize" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("version", "bias"),
+    [("0.13.0", 125), ("0.12.2", 125), ("0.12.3.a20251114", 125), ("0.13", 125), ("0.14.0", 127), ("0.13.1.a1", 127)]
+    + [("0.20.1", 127), ("1.0", 127), ("", 127), ("x", 127), (None, 127), (13, 127), ([0, 13], 127)],
+)
+def test_the_bias_of_exponents_is_that_of_the_release(version: Any, bias: int) -> None:
+    assert exponent_bias({"version": version}) == bias
+    assert exponent_bias({"version": version, "provider": "other"}) == 127
+
+
+def test_transformers_runs_these_codes_in_bfloat16_alone(mxfp4: Path) -> None:
+    with pytest.raises(UsageProblem, match="in bfloat16, not in float32"):
+        TorchRunner(mxfp4, "float32")
 
 
 def without(name: str) -> Callable[[State], None]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from fractions import Fraction
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +19,9 @@ from llmconv.checkpoint import write_small
 from llmconv.convert import to_hf
 from llmconv.export import export
 from llmconv.generation import runners
-from llmconv.generation.runners import _identity, graphs_in_cache
+from llmconv.generation.runners import _identity, _torch_instead, graphs_in_cache
 from tests.builders.chatting import save_chatting
-from tests.builders.torch_states import llama_state
+from tests.builders.torch_states import LLAMA, llama_state
 from tests.conftest import save_tiny
 
 CHECKPOINT = Path(__file__).parents[2] / "examples/tiny-llama/ep4-ba2400-rank0.pt"
@@ -200,6 +203,41 @@ def test_a_family_that_is_not_exported_is_refused_with_the_eager_model_as_hint(b
     assert done.exit_code == 3 and "no input map for model_type `lama`" in done.stderr
     assert "--backend torch" in done.stderr
     assert not list((tmp_path / "cache/llmconv/exported").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "way"),
+    [
+        (
+            {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "version": "0.14.0"},
+            "--backend torch`",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "version": "0.13.0"},
+            "dequantize` makes",
+        ),
+        ({"quant_method": "modelopt"}, "dequantize` makes"),
+        ({"bits": 4, "group_size": 32}, ""),  # of MLX, which llmconv does not read
+    ],
+)
+def test_torch_is_a_way_out_only_for_codes_that_transformers_reads(
+    settings: dict[str, Any], way: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    found = _torch_instead(tmp_path)
+    assert found.endswith(way) and bool(found) == bool(way)
+
+
+def test_a_checkpoint_that_no_command_converts_is_not_said_to_be_converted_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    state = {**llama_state(), "model.norm.weight": Fraction(1, 2)}  # an object, as torchao's tensors are
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    done = generate(tmp_path)
+    assert done.exit_code == 3 and "is an object, not a plain tensor (`fractions.Fraction`)" in done.stderr
+    assert "can be given here" not in done.stderr and done.stderr.endswith("state dict of plain tensors\n")
 
 
 @pytest.mark.parametrize("name", ["code", "graph", "no weights"])

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from llmconv.checkpoint import INDEX, SINGLE, indexed_shards, require_listed
+from llmconv.checkpoint import INDEX, SINGLE, indexed_shards
 from llmconv.convert.algebra import concat, replicated, reshaped
 from llmconv.convert.formats.paddle.names import FAMILIES
 from llmconv.convert.state_dicts.files import header_of, joined, numbered, open_safetensors
@@ -34,6 +34,7 @@ from llmconv.errors import InputRefused, LlmconvError, MalformedInput, Unsupport
 from llmconv.files.pickle_machine import STRING_LIMIT, PickleHooks, PickleMachine, Stub, text
 from llmconv.files.pickle_reader import HOOKS, RANK_LIMIT, Global, interpret
 from llmconv.files.safetensors_file import FileTensor, read_header
+from llmconv.files.shard_index import require_listed
 from llmconv.files.source_file import FileProblem, open_source, read_into
 from llmconv.files.torch_writer import PickledCall, PickledName, pickle_pieces
 from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, Piece
@@ -399,12 +400,10 @@ def open_ranks(path: Path, config: Mapping[str, Any]) -> list[Mapping[str, LazyT
         return [as_bfloat16(open_safetensors(path))]
     if kinds[WHOLE]:
         return [_state(path / WHOLE)]
-    tensors: dict[str, LazyTensor] = {}
-    for shard, listed in indexed_shards(path, PADDLE_INDEX, lambda name: bool(SHARD.fullmatch(name))).items():
-        found = _state(path / shard)
-        require_listed(shard, found, listed, PADDLE_INDEX)
-        tensors.update(found)
-    return [tensors]
+    shards = indexed_shards(path, PADDLE_INDEX, lambda name: bool(SHARD.fullmatch(name)))
+    files = {shard: _state(path / shard) for shard in shards}
+    require_listed(shards, files, PADDLE_INDEX, lambda shard, name: files[shard][name])
+    return [{name: files[shard][name] for shard, listed in shards.items() for name in listed}]
 
 
 def _rank_files(folder: Path, suffix: str) -> dict[tuple[int, int], Path]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import MalformedInput, UnsupportedInput, short
-from llmconv.quantized_weights.float4 import MX, NV, open_float4
+from llmconv.quantized_weights.float4 import MX, NV, exponent_bias, open_float4
 from llmconv.quantized_weights.methods.fp8 import ACTIVATIONS
 from llmconv.quantized_weights.packed_weight import (
     LARGEST,
@@ -70,7 +70,7 @@ def open_compressed(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
         if content and content != "dense":
             problem = f"the model is stored by compressed-tensors with a `{name}`, which is not supported"
             raise UnsupportedInput(problem, hint="take the model it was quantized from")
-    schemes = WeightSchemes(config)
+    schemes, bias = WeightSchemes(config), exponent_bias(config)
     weights: dict[str, PackedWeight] = {}
     for name, tensor in checkpoint.items():
         if name.endswith(WORDS):
@@ -78,9 +78,8 @@ def open_compressed(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
             scheme = schemes.of(stem)
             floats = scheme.kind == "float" and scheme.bits == 4
             if floats:
-                weights[f"{stem}.weight"] = open_float4(
-                    checkpoint, stem, NV if scheme.group == 16 else MX, scheme.group
-                )
+                kind = NV if scheme.group == 16 else MX
+                weights[f"{stem}.weight"] = open_float4(checkpoint, stem, kind, scheme.group, bias)
             else:
                 weights[f"{stem}.weight"] = _open_packed(checkpoint, stem, scheme)
         elif name.endswith(".weight") and tensor.dtype.name in LARGEST:

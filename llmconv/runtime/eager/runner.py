@@ -42,7 +42,13 @@ from llmconv.checkpoint import INDEX, SINGLE, has_weights, open_weights, read_js
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem, first_line, word
 from llmconv.memory import raise_if_out_of_memory, trim
 from llmconv.not_a_model_folder import refused_model
-from llmconv.quantized_weights.quantized_checkpoint import FIELD, is_mlx
+from llmconv.quantized_weights.float4 import MX, has_small_exponents
+from llmconv.quantized_weights.quantized_checkpoint import (
+    FIELD,
+    UNKNOWN_TO_TRANSFORMERS,
+    method_name,
+    unsupported,
+)
 from llmconv.runtime.custom_code import custom_classes, custom_code_errors, uses_custom_code
 from llmconv.runtime.eager.cache import EagerCache, fresh_cache, restore, to_numpy
 from llmconv.runtime.eager.limit_margins import Float64Casts, LimitMargins
@@ -72,7 +78,24 @@ from llmconv.runtime.library_patches import (
 from llmconv.runtime.runner import Cache, Extras, PlacedEmbeddings, Runner, Step
 from llmconv.tensors import Array, LazyTensor
 
+PLAIN = "run `llmconv to-hf {} -o OUT --quant dequantize`, and give OUT"
 SMALL_MODEL = 10_000_000  # maximum number of parameters at which one thread is faster than several
+
+
+def _dtype_for(settings: Any, dtype: str, folder: Path) -> str:
+    """The dtype in which transformers can load codes with these settings; UnsupportedInput, UsageProblem if none."""
+    if not isinstance(settings, Mapping) or MX not in str(settings):
+        return dtype
+    if has_small_exponents(settings):
+        found = f"MXFP4 of compressed-tensors {settings['version']}, whose exponents are 2 too small"
+        raise UnsupportedInput(
+            f"`{folder}` has {found}: transformers, which does not know it, would take a quarter of each weight",
+            hint=PLAIN.format(word(folder)),
+        )
+    if dtype not in ("auto", "bfloat16"):
+        problem = f"transformers runs MXFP4 of compressed-tensors in bfloat16, not in {dtype}"
+        raise UsageProblem(problem, hint=f"leave out the dtype, or {PLAIN.format(word(folder))}")
+    return "bfloat16"
 
 
 class EagerRunner(Runner):
@@ -138,6 +161,8 @@ class EagerRunner(Runner):
     def _loaded(self) -> Any:
         folder, fields = self._folder, self._fields
         load = "float32" if self.dtype == "float64" else self.dtype
+        settings = fields.get(FIELD) if self._given is None else None
+        load = _dtype_for(settings, load, folder)
         try:
             with custom_code_errors(self._code):
                 model = self._load(folder, fields, getattr(torch, load, load))
@@ -147,14 +172,10 @@ class EagerRunner(Runner):
             raise
         except Exception as error:  # an invalid config may raise anything in the model's code
             raise_if_out_of_memory(error, f"while `{folder.name}` was loaded")
-            stored = read_json(folder / "config.json")
-            if is_mlx(
-                stored.get(FIELD) or stored.get("quantization")
-            ):  # transformers says only that a field is missing
-                raise UnsupportedInput(
-                    f"`{folder.name}` is quantized with `mlx`, which transformers does not load",
-                    hint=f"`llmconv to-hf {word(folder)} -o OUT --quant dequantize` writes the values of its codes",
-                ) from error
+            kind = method_name(fields) if self._given is None else None
+            if kind in UNKNOWN_TO_TRANSFORMERS:  # which says something else
+                problem = f"transformers does not read weights that are quantized with `{kind}`, as those of `{folder}`"
+                raise unsupported(fields) or UnsupportedInput(problem, hint=PLAIN.format(word(folder))) from error
             require_vocabulary(open_weights(folder) if self._given is None else self._given, fields, folder)
             hint = "the folder needs config.json and safetensors weights of a causal language model"
             raise InputRefused(f"transformers cannot load `{folder}`: {first_line(error)}", hint=hint) from error

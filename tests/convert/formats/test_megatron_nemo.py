@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -145,12 +146,23 @@ def test_zarr_weights_of_nemo_1_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_packed_nemo_file_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    model, _ = state()
     folder, _ = nemo1(tmp_path)
     with tarfile.open(tmp_path / "x.nemo", "w") as archive:
         archive.add(folder, ".")
     with pytest.raises(UnsupportedInput) as caught:
         open_training(tmp_path / "x.nemo")
-    assert "tar -xf x.nemo" in caught.value.hint
+    command = caught.value.hint.split("`")[1]
+    assert command == "mkdir x && tar -xf x.nemo -C x"
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    assert_same_bits(opened(tmp_path / "x"), kept(SHAPE, model))
+
+
+def test_a_file_inside_of_an_unpacked_nemo_file_says_to_give_the_folder(tmp_path: Path) -> None:
+    folder, _ = nemo1(tmp_path)
+    with pytest.raises(InputRefused, match="one file of a checkpoint") as caught:
+        open_training(folder / "model_weights.ckpt")
+    assert f"`{folder}`" in caught.value.hint
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,19 @@ def test_an_index_that_the_shards_contradict_is_refused(tmp_path: Path, name: st
         open_training(folder)
 
 
+@pytest.mark.parametrize("added", [0.0, 0.5])
+def test_copies_of_a_tensor_in_two_shards_have_to_be_equal(tmp_path: Path, added: float) -> None:
+    folder, name = sharded(tmp_path), "model.norm.weight"
+    expected = open_training(folder)[name].read()
+    state = torch.load(folder / "pytorch_model-00001-of-00003.bin")
+    torch.save({**state, name: torch.from_numpy(expected) + added}, folder / "pytorch_model-00001-of-00003.bin")
+    if not added:
+        assert np.array_equal(open_training(folder)[name].read(), expected)
+        return
+    with pytest.raises(MalformedInput, match=f"two shards have `{name}`, with different values"):
+        open_training(folder)
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 3}'])
 def test_an_index_without_a_map_is_refused(tmp_path: Path, content: str) -> None:
     folder = sharded(tmp_path)

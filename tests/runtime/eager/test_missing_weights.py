@@ -20,6 +20,7 @@ from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.generation import TextModel
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.low_memory.runner import StreamedRunner
+from tests.builders.torch_states import FIXTURES
 
 NORM = "model.layers.1.input_layernorm.weight"
 
@@ -112,6 +113,12 @@ def test_integers_without_a_quantization_are_refused(talking: Path, tmp_path: Pa
     codes = load_file(talking / "model.safetensors")[name].astype(np.int8)
     with pytest.raises(MalformedInput, match="1 weights that are integers"):
         TextModel.open(_changed(talking, tmp_path, config, **{name.replace(".", "__"): codes}), backend="torch")
+
+
+def test_codes_that_transformers_does_not_read_are_named_with_the_way_out() -> None:
+    with pytest.raises(UnsupportedInput, match="does not read weights that are quantized with `modelopt`") as caught:
+        EagerRunner(FIXTURES / "quantized/modelopt_nvfp4")
+    assert f"`llmconv to-hf {FIXTURES / 'quantized/modelopt_nvfp4'} -o OUT --quant dequantize`" in caught.value.hint
 
 
 def test_an_index_that_names_another_folder_is_refused(talking: Path, tmp_path: Path) -> None:
