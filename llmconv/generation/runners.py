@@ -591,14 +591,13 @@ def _torch_instead(folder: Path) -> str:
         FIELD,
         UNKNOWN_TO_TRANSFORMERS,
         method_name,
-        unsupported,
     )
 
     config = read_json(folder / CONFIG)
     if method_name(config) not in UNKNOWN_TO_TRANSFORMERS and not has_small_exponents(config.get(FIELD)):
         return "or give `--backend torch`"
     plain = f"`llmconv to-hf {word(folder)} -o PLAIN --quant dequantize`"
-    return "" if unsupported(config) else f"or give `--backend torch` with the folder that {plain} makes"
+    return f"or give `--backend torch` with the folder that {plain} makes"
 
 
 TORCH_OF_FOLDER = "or give `--backend torch` with the folder that `llmconv to-hf` makes"
