@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from llmconv.serve.argument_values import FarNumber, NotACall, loaded, typed
 
 CONTENT, REASONING, CALL = "content", "reasoning", "call"
 Schemas = Mapping[str, Mapping[str, Any]]  # the JSON Schema of the arguments of each tool by name
@@ -32,10 +33,6 @@ class Part:
     kind: str
     text: str
     name: str = ""  # the tool that is called
-
-
-class NotACall(ValueError):
-    """A text is no call, whatever follows it."""
 
 
 # a text that begins with a marker, whether all of it is there, and the tools, to the calls and the length that they
@@ -78,35 +75,6 @@ def json_end(text: str, start: int) -> int | None:
         if depth == 0 and found[0] in "}]":
             return found.end()
     return None
-
-
-def loaded(text: str) -> Any:
-    """The value of a JSON text; NotACall if it is not valid, has a number that is none, or a key twice."""
-
-    def no_constant(name: str) -> Any:
-        raise NotACall(name)
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(found := dict(pairs)) != len(pairs):
-            raise NotACall("a key comes twice")
-        return found
-
-    try:
-        return json.loads(text, parse_constant=no_constant, parse_float=_number, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise NotACall(str(error)) from error
-
-
-class FarNumber(float):
-    """A number beyond float64, such as 1e400, which JSON may have; `text` is how it was written."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-
-def _number(text: str) -> float:
-    value = float(text)
-    return FarNumber(text) if math.isinf(value) else value
 
 
 def _json(value: Any) -> str:
@@ -277,36 +245,6 @@ class Sections:
         return call_of(name, loaded(arguments), tools)
 
 
-def typed(text: str, schema: Any) -> Any:
-    """A value that is written without quotes: a text where the schema says so or does not say, else JSON.
-
-    NotACall if it is not JSON and the schema has no text.
-    """
-    kinds = _kinds(schema)
-    if kinds == {"string"} or not kinds:
-        return text
-    try:
-        value = loaded(text.strip())
-    except NotACall:
-        value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
-        if isinstance(value, str) and "string" not in kinds:
-            raise
-    return value
-
-
-def _kinds(schema: Any) -> set[str]:
-    """The types that a schema names, those of its alternatives and values included."""
-    if not isinstance(schema, Mapping):
-        return set()
-    named = schema.get("type", ())
-    kinds = {named} if isinstance(named, str) else {*named} if isinstance(named, list) else set()
-    for one in [each for key in ("anyOf", "oneOf") for each in schema.get(key) or ()]:
-        kinds |= _kinds(one)
-    if not kinds and isinstance(schema.get("enum"), list):
-        kinds = {"string" if isinstance(one, str) else "other" for one in schema["enum"]}
-    return kinds or ({"other"} if "$ref" in schema else set())
-
-
 @dataclass(frozen=True)
 class Tags:
     """A call of tags: its name, and each argument between tags of its own; values are not quoted."""
@@ -347,7 +285,7 @@ class Tags:
         for key, value in self.argument.findall(rest):
             if key.strip() in arguments:
                 raise NotACall("an argument comes twice")
-            arguments[key.strip()] = typed(value, schemas.get(key.strip()))
+            arguments[key.strip()] = typed(value, schemas.get(key.strip()), tools.get(name, {}))
         if self.argument.sub("", rest).strip():
             raise NotACall("text between the arguments")
         return call_of(name, arguments, tools)
