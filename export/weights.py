@@ -21,9 +21,9 @@ import onnx_ir as ir
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from llmconv.causal_lm import mtp_tensors
-from llmconv.checkpoint import refuse_second_names
+from llmconv.checkpoint import HEADS, NO_HEAD, refuse_second_names
 from llmconv.convert.models.blueprint import NOT_GATHERED, is_ungathered, other_rows
-from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS
+from llmconv.convert.models.transformers_source import EMBEDDINGS
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.export.traced_graph import NodeEditor, TracedGraph, integers, replace_uses, scalar, static_shape
 from llmconv.files.weight_ranges import AdjustedTensor, Mapped
@@ -416,12 +416,13 @@ def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dic
     """
     own = {name: tensor for name, tensor in tensors.items() if name.startswith(traced.own)}
     shapes = {name: static_shape(value) for name, value in traced.weights.items()}
-    wanted = {**shapes, **{tied: shapes[name] for name, tied in traced.tied.items() if name in shapes}}
+    names = {name: _tied_to(name, traced.tied) for name in shapes}
+    wanted = {**{tied: shapes[name] for name, others in names.items() for tied in others}, **shapes}
     stored = {name: tensor.shape for name, tensor in own.items()}
     found = expressions({**wanted, **traced.unused}, stored, traced.transforms, traced.base_prefix)
     matches: dict[str, WeightSource] = {}
     for name in traced.weights:
-        own_or_tied = [one for one in (traced.tied.get(name, name), name) if one in found]
+        own_or_tied = [one for one in (traced.tied.get(name, name), name, *names[name]) if one in found]
         if not own_or_tied:
             raise missing_key(name)
         matches[name] = found[own_or_tied[0]]
@@ -443,6 +444,12 @@ def match_weights(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> dic
             hint = "they are state of ModelOpt's quantizers, which its export should have left out; export it again"
         raise InputRefused(f"{len(left)} unexpected keys: {listed}", hint=hint)
     return matches
+
+
+def _tied_to(name: str, tied: Mapping[str, str]) -> list[str]:
+    """The other names of a parameter: safetensors' `save_model` keeps the first of them by the alphabet, as lm_head."""
+    first = tied.get(name, name)
+    return [one for one in (first, *(one for one, other in tied.items() if other == first)) if one != name]
 
 
 def require_one_copy(traced: TracedGraph, tensors: Mapping[str, LazyTensor]) -> None:
@@ -551,6 +558,9 @@ def _shape_hint(name: str, wanted: tuple[int, ...], found: tuple[int, ...]) -> s
 
 
 def missing_key(name: str) -> InputRefused:
+    if name in HEADS:
+        problem = f"missing keys: the output head, `{name}`, which `config.json` does not tie to the embedding"
+        return InputRefused(problem, hint=NO_HEAD)
     return InputRefused(
         f"missing keys: `{name}`",
         hint="the weights are not of the model that `config.json` describes; convert the folder again",

@@ -17,7 +17,7 @@ import numpy as np
 
 from llmconv.errors import MalformedInput, UnsupportedInput, listing, short, word
 from llmconv.files.paths import refuse_git_lfs
-from llmconv.files.safetensors_file import RANGES, FileTensor, read_header
+from llmconv.files.safetensors_file import RANGES, FileTensor, read_header, with_second_names
 from llmconv.files.shard_index import require_listed
 from llmconv.files.source_file import fill, open_data
 from llmconv.files.sources import snapshot_home
@@ -33,16 +33,20 @@ INDEX = "model.safetensors.index.json"
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # folder of an adapter's two files next to a model; without a model they are in the output itself
 ADAPTER_FOLDER = "adapter"
+# vocabularies of Kimi, Qwen 1 and Mistral, which code of their own reads
+OWN_CODE = ("tiktoken.model", "qwen.tiktoken", "tekken.json")
 # small files that are copied with a model: never code, never weights
 SIDE_FILES = (
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model"),
     *("sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json", "processor_config.json"),
     *("preprocessor_config.json", "video_preprocessor_config.json"),
+    *OWN_CODE,
 )
 # files of which a tokenizer has at least one
 VOCABULARIES = frozenset(
     ["tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model"]
+    + [*OWN_CODE]
 )
 # Where transformers saves the chat templates of a tokenizer that has several, but for the default one
 TEMPLATES = "additional_chat_templates"
@@ -237,6 +241,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not config.get("quantization_config") and (settings := _settings_of_modelopt(path)):
         config["quantization_config"] = settings
     tensors = open_weights(path)
+    if (path / SINGLE).is_file() and not (path / INDEX).is_file():
+        tensors = with_second_names(tensors, read_header(path / SINGLE).metadata, config)
     refuse_unmerged(tensors, config, path.name)
     refuse_wrapped(tensors, path)
     refuse_mlx_layout(tensors, path, config.get("model_type"))
@@ -366,8 +372,22 @@ def indexed_shards(folder: Path, index: str, is_shard_name: Callable[[str], bool
     if missing := [name for name in sorted(shards) if not (folder / name).is_file()]:
         rest = f" and {len(missing) - 1} more of {len(shards)} shards are" if len(missing) > 1 else " is"
         hint = "copy or download the folder again; an interrupted download continues where it stopped"
-        raise MalformedInput(f"shard `{missing[0]}`{rest} missing from `{folder}`", hint=hint)
+        problem = f"shard `{missing[0]}`{rest} missing from `{folder}`"
+        there = sorted(one.name for one in folder.iterdir() if is_shard_name(one.name) and one.name not in shards)
+        # PaddlePaddle's are not read without an index
+        others = [name for name in there if re.fullmatch(r".*-of-.*\.(?:safetensors|bin)", name) or name == SINGLE]
+        if others and len(missing) == len(shards):
+            problem += f": `{index}` is of another copy, and lists none of the weights there, {listing(others)}"
+            hint = f"delete `{index}`, and `llmconv to-hf {word(folder)} -o OUT` writes the model with a new one"
+        raise MalformedInput(problem, hint=hint)
     return dict(sorted(shards.items()))
+
+
+HEADS = ("lm_head.weight", "embed_out.weight")
+NO_HEAD = (
+    "if its output head is the embedding, set `tie_word_embeddings` to true in `config.json`; an embedding model has "
+    "none: `llmconv export MODEL --task embed -o OUT`"
+)
 
 
 def side_file_names(folder: Path) -> list[str]:

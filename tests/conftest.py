@@ -11,10 +11,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from click.testing import CliRunner, Result
@@ -250,6 +250,20 @@ def talking_as(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFac
 def talking(talking_as: Callable[[str], Path]) -> Path:
     """A Llama with weights, prefill.onnx, decode.onnx and a tokenizer of characters; do not write into it."""
     return talking_as("llama")
+
+
+@pytest.fixture
+def words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model reads its tokens as words, without a space before the first, as Llama 2's tokenizer does."""
+    from llmconv.generation import TextModel  # noqa: PLC0415
+
+    class Words:
+        special_texts: ClassVar[dict[int, str]] = {}
+
+        def __call__(self, tokens: Sequence[int]) -> str:
+            return " ".join(f"w{token}" for token in tokens)
+
+    monkeypatch.setattr(TextModel, "decode", property(lambda _: Words()))
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save_file, save_model
 
 from llmconv.checkpoint import INDEX, SINGLE, open_checkpoint, read_json, read_side_files, require_bounds
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
@@ -48,9 +48,10 @@ def test_a_model_of_one_file_beside_the_shards_is_refused(sharded: Path) -> None
 
 
 def test_side_files_are_kept_but_never_code(sharded: Path) -> None:
-    for name in ("tokenizer.json", "generation_config.json", "modeling_custom.py", "notes.txt"):
+    kept = {"tokenizer.json", "generation_config.json", "tiktoken.model", "qwen.tiktoken", "tekken.json"}
+    for name in (*kept, "modeling_custom.py", "notes.txt"):
         (sharded / name).write_text("x")
-    assert set(open_checkpoint(sharded).side_files) == {"tokenizer.json", "generation_config.json"}
+    assert set(open_checkpoint(sharded).side_files) == kept
 
 
 @pytest.mark.parametrize("outside", ["../model.safetensors", "/etc/passwd", "sub/x.safetensors", "x.bin", 7, None])
@@ -65,6 +66,34 @@ def test_a_missing_shard_is_named(sharded: Path) -> None:
     (sharded / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(MalformedInput, match="`model-00002-of-00002.safetensors` is missing"):
         open_checkpoint(sharded)
+
+
+@pytest.mark.parametrize("there", ["model-00001-of-00003.safetensors", SINGLE])
+def test_an_index_of_another_copy_is_named_as_such(there: str, sharded: Path) -> None:
+    write_index(sharded, dict.fromkeys("abc", "model-00001-of-00009.safetensors"))
+    for shard in sharded.glob("*-of-*"):
+        shard.unlink()
+    save_file({name: torch.ones(2) for name in "abc"}, sharded / there)
+    with pytest.raises(
+        MalformedInput, match=f"is of another copy, and lists none of the weights there, `{there}"
+    ) as caught:
+        open_checkpoint(sharded)
+    assert f"delete `{INDEX}`" in caught.value.hint
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_names_that_save_model_leaves_out_are_those_of_the_same_tensors(tied: bool, tmp_path: Path) -> None:
+    """safetensors keeps the first by the alphabet, and notes the others in the metadata."""
+    embedding, head = torch.nn.Embedding(3, 2), torch.nn.Linear(2, 3, bias=False)
+    head.weight = embedding.weight
+    inner = torch.nn.ModuleDict({"embed_tokens": embedding, "norm": torch.nn.LayerNorm(2)})
+    model = torch.nn.ModuleDict({"model": inner, "lm_head": head})
+    save_model(model, str(tmp_path / SINGLE))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": tied}))
+    found = open_checkpoint(tmp_path)
+    assert {*found} == {"model.embed_tokens.weight", "model.norm.weight", "model.norm.bias"} | (
+        set() if tied else {"lm_head.weight"}
+    )
 
 
 @pytest.mark.parametrize("homes", [{"a": 1, "c": 2}, {"a": 2, "b": 1, "c": 2}])

@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from llmconv.checkpoint import HEADS
 from llmconv.convert.adapters.lora_config import AdapterFields, LoraConfig
 from llmconv.convert.algebra import all_zero, equal
-from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS
+from llmconv.convert.models.transformers_source import EMBEDDINGS
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.tensors import BY_NAME, FLOATS, Array, LazyTensor, cast
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmconv.causal_lm import architecture
-from llmconv.checkpoint import Checkpoint
+from llmconv.checkpoint import HEADS, Checkpoint
 from llmconv.convert.adapters.adapter import (
     Adapter,
     FittingShape,
@@ -42,7 +42,7 @@ from llmconv.convert.adapters.tensor_names import AS_STORED, Naming, has_same_en
 from llmconv.convert.algebra import Lines, Origin, equal, gathered, reshaped, zeros
 from llmconv.convert.models.completeness import may_be_built
 from llmconv.convert.models.head_and_dtype import find_embedding, find_head
-from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS
+from llmconv.convert.models.transformers_source import EMBEDDINGS
 from llmconv.errors import MalformedInput, UnsupportedInput, listing, word
 from llmconv.tensors import BY_NAME, FLOATS, Array, DType, LazyTensor, cast, in_memory
 

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.causal_lm import architecture
-from llmconv.checkpoint import TEMPLATES, VOCABULARIES, Checkpoint, json_object, own_file, read_json, read_side_files
+from llmconv.checkpoint import (
+    OWN_CODE,
+    TEMPLATES,
+    VOCABULARIES,
+    Checkpoint,
+    json_object,
+    own_file,
+    read_json,
+    read_side_files,
+)
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.combining import Recipe, TaskVectors
 from llmconv.convert.adapters.edits import Edits, base_in_memory
@@ -240,6 +249,7 @@ TOKENIZER = (
     "spiece",
     "sentencepiece",
     "chat_template",
+    *OWN_CODE,
     TEMPLATES,
 )
 GENERATION = "generation_config.json"

@@ -13,14 +13,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.checkpoint import WRAPPED, Checkpoint, is_model_folder, unmerged
+from llmconv.checkpoint import HEADS, WRAPPED, Checkpoint, is_model_folder, unmerged
 from llmconv.convert.assembly import OPTIONS, assembled_run, stored_config
 from llmconv.convert.deltas import DELTA_FILE
 from llmconv.convert.formats import Format, owner
 from llmconv.convert.formats.paddle.read import names_paddle
 from llmconv.convert.models.completeness import WRAPPERS
 from llmconv.convert.models.config_file import OPTION
-from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS, model_names
+from llmconv.convert.models.transformers_source import EMBEDDINGS, model_names
 from llmconv.convert.state_dicts import files as state_files
 from llmconv.errors import InputRefused
 from llmconv.not_a_model_folder import training_files_in

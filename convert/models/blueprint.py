@@ -15,12 +15,11 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-from llmconv.checkpoint import refuse_copies
+from llmconv.checkpoint import HEADS, NO_HEAD, refuse_copies
 from llmconv.convert.algebra import require, reshaped, slice_rows
 from llmconv.convert.models.torch_stand_ins import Buffer, Module, Tensor, Unreadable
 from llmconv.convert.models.transformers_source import (
     EMBEDDINGS,
-    HEADS,
     STAND_INS,
     ConfigStandIn,
     ModelNames,
@@ -349,7 +348,7 @@ def refuse_gaps(missing: Sequence[str], unexpected: Sequence[str], model_type: s
     if missing and not unexpected and all(name in HEADS for name in missing):
         raise MalformedInput(
             f"`{source}` has no output head (`{missing[0]}`), and its configuration does not tie it to the embedding",
-            hint="give a configuration with `tie_word_embeddings` true, if that is how it was trained",
+            hint=NO_HEAD,
         )
     if missing:
         raise MalformedInput(
@@ -477,7 +476,7 @@ def check_rules(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], mo
     if config.get("tie_word_embeddings") is False and not any(head in tensors for head in (*HEADS, model.head)):
         raise MalformedInput(
             f"`{source}` has no output head, and its configuration does not tie it to the embedding",
-            hint="give a configuration with `tie_word_embeddings` true, if that is how it was trained",
+            hint=NO_HEAD,
         )
     check_floats({name: tensor for name, tensor in tensors.items() if name.endswith(".weight")}, source)
 

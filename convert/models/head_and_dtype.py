@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.causal_lm import architecture
-from llmconv.checkpoint import Checkpoint, refuse_misplaced
+from llmconv.checkpoint import HEADS, Checkpoint, refuse_misplaced
 from llmconv.convert.algebra import equal
 from llmconv.convert.models import transformers_source
 from llmconv.convert.models.completeness import DROPPED, depth_is_possible, why_not_built
@@ -26,7 +26,7 @@ from llmconv.tensors import BY_NAME, FLOATS, DType, LazyTensor, cast
 
 TIE = "tie_word_embeddings"
 Tensors = dict[str, LazyTensor]
-HEAD = transformers_source.HEADS[0]
+HEAD = HEADS[0]
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:
@@ -50,10 +50,10 @@ def find_embedding(names: Iterable[str]) -> str | None:
 
 def find_head(names: Iterable[str], embedding: str | None) -> str:
     """The name of the output head, or the one it would have next to this embedding."""
-    found = [name for name in names if name.endswith(transformers_source.HEADS)]
+    found = [name for name in names if name.endswith(HEADS)]
     if len(found) == 1:
         return found[0]
-    return transformers_source.HEADS[1] if (embedding or "").endswith("embed_in.weight") else HEAD
+    return HEADS[1] if (embedding or "").endswith("embed_in.weight") else HEAD
 
 
 def lacks_head(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> bool:
@@ -71,7 +71,7 @@ def settle_head(
     Values are compared where the config ties them (a warning if they differ), or has null because the training format
     does not record it; with `sampled` only the first block of rows, enough to describe a checkpoint, not to convert it.
     """
-    head = next((name for name in transformers_source.HEADS if name in tensors), None)
+    head = next((name for name in HEADS if name in tensors), None)
     embedding = next((name for name in tensors if name.endswith(transformers_source.EMBEDDINGS)), None)
     if head is None or embedding is None:
         return config

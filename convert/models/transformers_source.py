@@ -21,6 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from llmconv.checkpoint import HEADS
 from llmconv.convert.models.torch_stand_ins import Module, Nn, Plain, Torch, Unknown
 
 LARGEST = 1 << 24  # no size of a model is larger; a list of that many items would still be built in a moment
@@ -329,7 +330,6 @@ def auto_classes(task: str) -> dict[str, str]:
     return {}
 
 
-HEADS = ("lm_head.weight", "embed_out.weight")
 FOLDER_NAME = re.compile(r"[A-Za-z0-9_.]{1,100}", re.ASCII)
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from llmconv.checkpoint import HEADS
 from llmconv.convert.algebra import reshaped
-from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS
+from llmconv.convert.models.transformers_source import EMBEDDINGS
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.files.pickle_machine import Stub
 from llmconv.files.pickle_reader import RANK_LIMIT, Global, TensorRef, read_pickle

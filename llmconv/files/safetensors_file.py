@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -109,6 +110,23 @@ def read_header(path: Path) -> Header:
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
             raise FileProblem("has `__metadata__` that is not a map of strings")
         return Header(_place(path, fields, 8 + length, size), metadata)
+
+
+HEAD = re.compile(r"(?:.*\.)?(?:lm_head|embed_out|output|output_layer)\.weight")
+T = TypeVar("T")
+
+
+def with_second_names(tensors: dict[str, T], metadata: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, T]:
+    """Tensors under the names, too, that safetensors' `save_model` left out of the file, since others are the same.
+
+    Of a tied matrix it keeps the name that comes first in the alphabet, often the head's; it gets the embedding's, as
+    `save_pretrained` stores it. Source: `safetensors/torch.py`, which notes removed names and theirs in the metadata.
+    """
+    second = {name: kept for name, kept in metadata.items() if kept in tensors and name not in tensors}
+    tied = config.get("tie_word_embeddings", True)
+    moved = {kept: name for name, kept in second.items() if tied and HEAD.fullmatch(kept)}
+    named = {moved.get(name, name): tensor for name, tensor in tensors.items()}
+    return {**named, **{name: tensors[kept] for name, kept in second.items()}} if second else tensors
 
 
 def _place(path: Path, fields: dict[str, Any], data_start: int, size: int) -> dict[str, FileTensor]:

@@ -40,7 +40,7 @@ WEIGHTS = re.compile(rf".*\.(?:{SUFFIXES}|{ARCHIVES})")
 BLOB = re.compile(r"[0-9a-f]{64}")  # the name of a large file's content; small ones have Git's hash of 40
 SECONDS = 10  # timeout of the hub, after which the cache is used
 # configuration, tokenizer and code at the top of a repository
-SMALL = re.compile(r"[^/]+\.(?:json|jinja|txt|model|py|yaml|yml|md)")
+SMALL = re.compile(r"[^/]+\.(?:json|jinja|txt|model|tiktoken|py|yaml|yml|md)")
 
 
 def from_hub(address: HubAddress, headers_in: Path | None = None) -> Path:

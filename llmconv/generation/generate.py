@@ -160,6 +160,7 @@ class PlannedText:
     sample: int = 0
     problem: InputRefused | None = None  # why the prompt is too long; None if it fits
     inputs: Mapping[str, Any] = field(default_factory=dict)  # values of the model's extra inputs by name
+    continues: bool = False  # whether the new text is read behind that of the prompt, as it is not in a chat
 
 
 def encode_all(
@@ -189,7 +190,12 @@ def encode_all(
             refused.setdefault(number, refusal)
     for at, text in enumerate(found):
         number = at // count
-        found[at] = replace(text, cut_tokens=len(whole[number].ids) - len(text.tokens), problem=refused.get(number))
+        found[at] = replace(
+            text,
+            cut_tokens=len(whole[number].ids) - len(text.tokens),
+            problem=refused.get(number),
+            continues=not wording.is_chat(prompts[number]),
+        )
     model.given_inputs(cut, [{} if at in long else prompt.inputs for at, prompt in enumerate(prompts)])
     problems = [one.problem for one in found if one.problem]
     if problems and len(problems) == len(found):
@@ -332,6 +338,7 @@ class Batches:
         ids, samples = [one.tokens for one in prompts], [one.sample for one in prompts]
         rows = [one.embeddings() if one.embeddings else None for one in prompts]
         given: dict[str, Any] = {"samples": samples, "decode": decode, "streamer": self.streamer}
+        given["continues"] = [one.continues for one in prompts]
         if any(one.inputs for one in prompts):
             given["inputs"] = [one.inputs for one in prompts]
         return self.model.stream(ids, settings, shared, embeddings=rows, **given)

@@ -383,6 +383,7 @@ class TextModel:
         streamer: Any = None,
         inputs: Sequence[RequestInputs] | None = None,
         others: SharedBatch | None = None,
+        continues: Sequence[bool] = (),
     ) -> Generator[TextPiece]:
         """Continues every prompt, token by token; one `next()` runs at most one step of the model.
 
@@ -403,6 +404,8 @@ class TextModel:
             inputs: values of the model's extra inputs, by name, for each prompt; others have their defaults. Prompts
                 with values neither use nor change `cache`.
             others: streams of this model whose steps a single prompt shares, see `shared_batch`.
+            continues: whether the new text of each prompt is read behind it: then a space between both is a part of the
+                new text, which sentencepiece's decoder drops where a text begins. Default: no.
 
         Raises:
             InputRefused: a prompt is longer than the context, embeddings have another size, or a value does not fit an
@@ -411,6 +414,8 @@ class TextModel:
         """
         settings = self.defaults if settings is None else require_settings(settings)
         starts = self._starts(token_lists(prompts), settings, samples, embeddings, inputs)
+        if continues:
+            starts = [start._replace(continues=own) for start, own in zip(starts, continues, strict=True)]
         decode = decode or self.decode
         self.require_structure(settings)
         placed = any(start.embeddings for start in starts)

@@ -66,13 +66,16 @@ class TextStream:
     A token may be part of a UTF-8 character, and its text may depend on the token before (a leading space). So each
     piece is the difference between two decodings of a short window, held back while it ends in an incomplete character.
     A byte that makes no character changes how `ByteFallback` decodes those before it, too; these are shown already.
+    `before` are the last tokens of a text that is continued: sentencepiece's decoder drops the space before a whole
+    text, and here the text has begun.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], before: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._tokens: list[int] = []  # the window
-        self._shown = 0  # how many of them are already in the output
-        self._text = ""  # the text of those
+        known = decode(before) if before else ""
+        self._tokens: list[int] = [] if known.endswith(INCOMPLETE) else list(before)  # the window
+        self._shown = len(self._tokens)  # how many of them are already in the output
+        self._text = known if self._tokens else ""  # the text of those
 
     def push(self, token: int) -> str:
         """The text that `token` completes; empty while a character is incomplete."""
@@ -184,6 +187,10 @@ class RowStart(NamedTuple):
     sample: int = 0  # number of its random generator, or the rank of a beam
     embeddings: PromptEmbeddings | None = None  # in place of those of some tokens
     inputs: GivenInputs | None = None  # values of extra inputs; None for their defaults
+    continues: bool = False  # whether the new text is read behind that of the prompt
+
+
+BEFORE = 4  # tokens of a prompt by which the text behind it is decoded
 
 
 @dataclass(frozen=True)
@@ -230,7 +237,8 @@ class Row:
         self._generator = np.random.default_rng(settings.seed_of(start.sample))
         self._rules, self._logits = settings.rules, np.empty(0)  # those of the latest token that was picked
         included = self._rules is not None and self._rules.include_stop
-        self._text, self._stops = TextStream(decode), StopStrings(settings.stop_strings, included)
+        before = self.prompt[-BEFORE:] if start.continues and mask is None else ()  # a form begins with its first token
+        self._text, self._stops = TextStream(decode, before), StopStrings(settings.stop_strings, included)
         self._read = 0  # characters of the text so far, stop strings included
         # texts of special tokens, which are not in the text, but may be part of a stop string
         stops, special = settings.stop_strings, getattr(decode, "special_texts", {})

@@ -10,17 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from llmconv.serve.argument_values import NotACall, loaded
 from llmconv.serve.tool_dialects import (
     CALL,
     CONTENT,
     REASONING,
     Dialect,
-    NotACall,
     Part,
     Schemas,
     Thoughts,
     call_of,
-    loaded,
 )
 
 

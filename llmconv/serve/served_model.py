@@ -306,6 +306,7 @@ class ServedModel:
         placed = [choice.embeddings()] if choice.embeddings else []
         parser = choice.plan.parser
         given: dict[str, Any] = {"embeddings": placed, "others": self._others, "decode": choice.decode}
+        given["continues"] = [choice.every_logprob]  # a completion, whose text follows that of its prompt
         pieces = self.model.stream([choice.ids], choice.settings, conversation, self._prompt_step, **given)
         paced = self._paced(pieces, self._prompt_step)
         try:

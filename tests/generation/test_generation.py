@@ -60,6 +60,11 @@ def test_generation_stops_at_the_end_token(talking: Path, tmp_path: Path, file: 
     assert (found.tokens, found.finish) == (tokens[: tokens.index(end)], "eos")
 
 
+def test_a_text_is_continued_with_the_space_behind_it(talking: Path, words: None) -> None:
+    found = generate(talking, PROMPTS, max_new_tokens=3).completions
+    assert all(one.text.startswith(" w") for one in found)
+
+
 def test_the_pieces_of_a_stream_are_the_text(talking: Path) -> None:
     pieces: list[str] = []
     result = generate(talking, PROMPTS[:1], max_new_tokens=10, on_piece=lambda piece: pieces.append(piece.text))

@@ -35,6 +35,17 @@ def test_a_space_between_words_is_kept() -> None:
     assert [stream.push(token) for token in (1, 2, 3)] == ["w1", " w2", " w3"]
 
 
+def test_a_space_behind_the_text_that_is_continued_is_kept() -> None:
+    stream = TextStream(words, [7, 8])
+    assert [stream.push(token) for token in (1, 2)] == [" w1", " w2"]
+    assert stream.close() == ""
+
+
+def test_a_text_that_ends_within_a_character_is_not_continued() -> None:
+    stream = TextStream(byte_tokens, "é".encode()[:1])
+    assert [stream.push(byte) for byte in b"ab"] == ["a", "b"]
+
+
 def test_an_incomplete_end_comes_out_on_close() -> None:
     stream = TextStream(byte_tokens)
     assert [stream.push(byte) for byte in "é".encode()[:1]] == [""]

@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from llmconv.generation import TextModel
 from tests.builders.chatting import CONTEXT
 
-CHAT = "/v1/chat/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -48,6 +48,14 @@ def test_a_chat_answer_has_the_fields_of_openai(client: TestClient, model: TextM
         "completion_tokens": 8,
         "total_tokens": count + 8,
     }
+
+
+def test_a_completion_begins_with_the_space_behind_its_prompt(client: TestClient, words: None) -> None:
+    """As sentencepiece's decoder drops it where a text begins; the text of a chat does begin."""
+    whole = ask(client, COMPLETIONS, prompt="Hello")["choices"][0]["text"]
+    assert whole.startswith(" w")
+    assert "".join(event["choices"][0]["text"] for event in events(client, COMPLETIONS, prompt="Hello")) == whole
+    assert ask(client)["choices"][0]["message"]["content"].startswith("w")
 
 
 def test_a_stream_gives_the_same_text_as_the_whole_answer(client: TestClient) -> None:

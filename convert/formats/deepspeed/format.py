@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.causal_lm import architecture
-from llmconv.checkpoint import ADAPTER_CONFIG, INDEX, SINGLE, Checkpoint, read_json
+from llmconv.checkpoint import ADAPTER_CONFIG, HEADS, INDEX, SINGLE, Checkpoint, read_json
 from llmconv.convert.algebra import reshaped
 from llmconv.convert.assembly import OPTIONS, dropped_outside, opened_with_adapter, side_files_of
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.deepspeed import save_folder
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
 from llmconv.convert.models.config_file import OPTION, causal_lm_config, plain_fields
-from llmconv.convert.models.transformers_source import EMBEDDINGS, HEADS
+from llmconv.convert.models.transformers_source import EMBEDDINGS
 from llmconv.convert.state_dicts.files import Sign, select
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing, word
 from llmconv.files.pickle_machine import Stub

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from llmconv.causal_lm import GENERATION, SPECIAL_TOKENS
-from llmconv.checkpoint import TEMPLATES, VOCABULARIES, Checkpoint
+from llmconv.checkpoint import OWN_CODE, TEMPLATES, VOCABULARIES, Checkpoint
 from llmconv.convert.tokenizers import (
     MODEL,
     PATTERN,
@@ -366,13 +366,17 @@ def _with_json(files: Mapping[str, bytes], source: str) -> dict[str, bytes]:
     """
     if "tokenizer.json" in files or not (found := sorted(VOCABULARIES & files.keys())):
         return dict(files)
+    found = [name for name in found if name not in OWN_CODE] or found
     if found == ["tokenizer.model"] and not is_tiktoken(data := files["tokenizer.model"]):
         model = parse_sentencepiece(data)
         if model.is_converted:
             return {**files, "tokenizer.json": tokenizer_bytes(tokenizer_json(model))}
     raise UnsupportedInput(
         f"the tokenizer of `{source}` is `{found[0]}` alone, and what is written as GGUF is `tokenizer.json`",
-        hint=f"write one with transformers: `AutoTokenizer.from_pretrained('{source}').save_pretrained('{source}')`",
+        hint="copy the `tokenizer.json` of the same tokenizer into it, if one was published; llama.cpp's "
+        f"`convert_hf_to_gguf.py` reads `{found[0]}`"
+        if found[0] in OWN_CODE
+        else f"write one with transformers: `AutoTokenizer.from_pretrained('{source}').save_pretrained('{source}')`",
     )
 
 

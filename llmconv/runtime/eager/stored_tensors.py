@@ -20,7 +20,7 @@ from transformers.core_model_loading import (
 )
 
 from llmconv.causal_lm import mtp_tensors
-from llmconv.checkpoint import refuse_copies
+from llmconv.checkpoint import HEADS, NO_HEAD, refuse_copies
 from llmconv.errors import MalformedInput, UnsupportedInput, listing, word
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.files.source_file import read_into
@@ -149,7 +149,8 @@ def require_loaded(model: Any, report: Mapping[str, Any], stored: Mapping[str, L
         )
     if names:
         problem = f"missing keys: {len(names)} tensors of the model are not in `{folder}`, first `{names[0]}`"
-        raise MalformedInput(problem, hint="is this the config.json of these weights?")
+        hint = NO_HEAD if {*names} <= {*HEADS} else "is this the config.json of these weights?"
+        raise MalformedInput(problem, hint=hint)
     parameters = {name for name, _ in model.named_parameters()}
     # unexpected tensors of modules that the model has, if only with another number or without the head's first part
     modules = {_module(name) for name in parameters}

@@ -380,6 +380,15 @@ def test_a_vocabulary_without_tokenizer_json_is_not_left_out(tiny_model: Path, t
     assert "AutoTokenizer" in str(caught.value.hint) and not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name", ["tiktoken.model", "qwen.tiktoken", "tekken.json"])
+def test_a_vocabulary_of_own_code_is_not_left_out(tiny_model: Path, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(tiny_model, tmp_path / "hf")
+    write_small(folder, {name: b"{}"})
+    with pytest.raises(UnsupportedInput, match=f"is `{name}` alone") as caught:
+        from_hf(folder, tmp_path / "out", to="gguf")
+    assert f"`convert_hf_to_gguf.py` reads `{name}`" in str(caught.value.hint)
+
+
 @pytest.mark.parametrize("listed", [False, True], ids=["files", "list"])
 def test_further_chat_templates_go_and_come_back(tiny_model: Path, tmp_path: Path, listed: bool) -> None:
     """Keys are those of the package `gguf`; transformers has the templates in files, older versions in a list."""

@@ -19,7 +19,9 @@ from llmconv.convert.opening import open_training
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
 from llmconv.export import export
 from llmconv.export.folders import file_tensors
+from llmconv.export.weights import _tied_to
 from llmconv.output.manifest import read_manifest
+from llmconv.runtime.eager.runner import EagerRunner
 from tests.export.conftest import eager_logits, run_graph, tokens
 
 
@@ -35,6 +37,20 @@ def test_a_missing_key_is_reported(llama: Path) -> None:
     with pytest.raises(InputRefused, match=r"missing keys: `model\.layers\.7\.mlp\.up_proj\.weight`"):
         export(llama)
     assert not list(llama.glob("*.onnx"))
+
+
+def test_a_missing_head_is_reported_as_such(llama: Path) -> None:
+    change(llama, lambda tensors: tensors.pop("lm_head.weight"))
+    for refused in (lambda: export(llama), lambda: EagerRunner(llama)):
+        with pytest.raises(InputRefused, match=r"missing keys.*`lm_head\.weight`") as caught:
+            refused()
+        assert "`tie_word_embeddings` to true" in caught.value.hint and "--task embed" in caught.value.hint
+
+
+def test_a_tied_tensor_is_found_under_any_of_its_names() -> None:
+    tied = {"lm_head.weight": "embed.weight", "decoder.weight": "embed.weight"}
+    assert _tied_to("embed.weight", tied) == ["lm_head.weight", "decoder.weight"]
+    assert {*_tied_to("lm_head.weight", tied)} == {"embed.weight", "decoder.weight"}
 
 
 def test_an_unexpected_key_is_reported(llama: Path) -> None:
