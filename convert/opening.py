@@ -201,7 +201,9 @@ def open_again(
             ) from why
         raise
     if has_codes:
-        fields = {**settings, "quantization_config": stored.config["quantization_config"]}
+        from llmconv.quantized_weights.quantized_checkpoint import with_settings  # noqa: PLC0415 - of few models
+
+        fields = with_settings(settings, stored.config)
         own = {file: read_small(folder / file) for file in OF_CODES if (folder / file).is_file()}
         result = replace(result, tensors=stored.tensors, config=fields, side_files={**side_files, **own})
         result = replace(result, dequantized=frozenset())

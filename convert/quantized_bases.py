@@ -17,7 +17,7 @@ from llmconv.convert.adapters.combining import Recipe
 from llmconv.convert.models.head_and_dtype import with_dtype
 from llmconv.errors import UnsupportedInput, UsageProblem, listing
 from llmconv.quantized_weights.packed_weight import TILE_ELEMENTS, PackedWeight, with_recent_rows
-from llmconv.quantized_weights.quantized_checkpoint import FIELD, QuantizedCheckpoint, quantized_checkpoint
+from llmconv.quantized_weights.quantized_checkpoint import QuantizedCheckpoint, quantized_checkpoint, with_settings
 from llmconv.tensors import BY_NAME, LazyTensor, cast
 
 CHOICES = ("dequantize", "requantize")
@@ -72,7 +72,7 @@ class QuantizedBase(QuantizedCheckpoint):
             elif name in merged:
                 tensors[name] = merged[name]
         tensors |= {name: merged[name] for name in merged if name not in tensors and name not in self.weights}
-        return replace(merged, tensors=tensors, config={**merged.config, FIELD: self.stored.config[FIELD]}), changed
+        return replace(merged, tensors=tensors, config=with_settings(merged.config, self.stored.config)), changed
 
     def retention(self, merged: Checkpoint, changed: Mapping[str, PackedWeight]) -> Retention:
         """How much of the update the `changed` weights keep, each read once; sums do not depend on threads."""

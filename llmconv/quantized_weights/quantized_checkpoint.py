@@ -86,6 +86,12 @@ def without_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     return {name: without_settings(value) if isinstance(value, Mapping) else value for name, value in kept.items()}
 
 
+def with_settings(config: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with the settings of quantization at the top of a `stored` one; MLX has them under two names."""
+    plain = without_settings(stored)
+    return {**config, **{name: value for name, value in stored.items() if name not in plain}}
+
+
 def _nothing(checkpoint: Checkpoint, method: QuantizationMethod) -> InputRefused:
     """The refusal of a model without a quantized weight that the method knows."""
     if codes := next((name for name, tensor in checkpoint.items() if tensor.dtype.name in CODES), None):
