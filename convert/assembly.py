@@ -60,11 +60,20 @@ def stored_config(path: Path) -> dict[str, Any]:
 
 
 def side_files_of(path: Path, tokenizer: Path | None) -> dict[str, bytes]:
-    """Tokenizer and generation files in or next to `path`; `tokenizer` replaces the tokenizer if it is given."""
-    found = read_side_files(config_folder(path))
+    """The side files in or next to `path`; see `with_tokenizer`."""
+    return with_tokenizer(read_side_files(config_folder(path)), tokenizer)
+
+
+NOT_OF_TOKENIZERS = (
+    *("generation_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
+)
+
+
+def with_tokenizer(files: Mapping[str, bytes], tokenizer: Path | None) -> dict[str, bytes]:
+    """Side files with the user's `tokenizer` in place of theirs, if it is given."""
     if tokenizer is None:
-        return found
-    return {name: found[name] for name in found if name == "generation_config.json"} | read_tokenizer(tokenizer)
+        return dict(files)
+    return {name: files[name] for name in files if name in NOT_OF_TOKENIZERS} | read_tokenizer(tokenizer)
 
 
 def contents_around(file: StateFile) -> tuple[str, ...]:
@@ -104,16 +113,22 @@ def second_models(file: StateFile) -> list[str]:
 
 
 def assemble(
-    file: StateFile, format: str, given: Mapping[str, Any], tokenizer: Path | None, version: str = ""
+    file: StateFile,
+    format: str,
+    given: Mapping[str, Any],
+    tokenizer: Path | None,
+    version: str = "",
+    stored: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """The whole model in `file`, with any one prefix; InputRefused without a config, or if it describes another model.
 
-    `given` are the user's fields (`drop` leaves out other tensors), `tokenizer` is the user's, `version` the writer's.
+    `given` are the user's fields (`drop` leaves out other tensors), `tokenizer` is the user's, `version` the writer's;
+    `stored` is the run's configuration, None for that in or next to the file.
     """
     source, warnings = file.path.name, second_models(file)
     fields = {name: value for name, value in given.items() if name != "drop"}
     home = file.home or file.path
-    stored = stored_config(home)
+    stored = stored_config(home) if stored is None else stored
     settings = causal_lm_config(stored, fields, source, warnings)
     refuse_quantized(file.state, source)
     refuse_objects(file.state, source)
@@ -273,8 +288,10 @@ def assembled_run(
             return Checkpoint(file.path, format, {}, {}, side_files, shards=file.shards)
         around = {key: value for key, value in file.around.items() if value != file.state}  # not a second model
         part = replace(file, state=tensors, tensor=lambda name, leaf: leaf, around=around)
-        settings = {**(base.config if base else {}), **given}
-        return replace(assemble(part, format, settings, tokenizer), side_files=side_files)
+        notes: list[str] = []
+        own = config_of_run(stored_config(file.home or file.path), base, notes)
+        model = assemble(part, format, given, tokenizer, stored=own)
+        return replace(model, side_files=side_files, warnings=(*notes, *model.warnings))
 
     warnings: list[str] = []
     tensors = select(file.state, file.tensor, file.path.name, warnings)
@@ -286,7 +303,17 @@ VERSIONED = ("transformers_version", "torch_dtype", "dtype", "architectures", "u
 """Fields that may differ between a base and its run without changing the results."""
 
 
-def differences(stored: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
+def config_of_run(stored: Mapping[str, Any], base: Checkpoint | None, warnings: list[str]) -> dict[str, Any]:
+    """The run's `stored` config, with a warning about fields that differ from the base's; the base's if it has none."""
+    if base is None:
+        return dict(stored)
+    if not stored.get("model_type"):
+        return dict(base.config)
+    warnings += _differences(stored, base.config)
+    return dict(stored)
+
+
+def _differences(stored: Mapping[str, Any], base: Mapping[str, Any]) -> list[str]:
     """A warning if shared fields of the run's and the base folder's config differ; MalformedInput for `model_type`."""
     differing = sorted(name for name in stored.keys() & base.keys() if stored[name] != base[name])
     if "model_type" in differing:

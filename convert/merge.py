@@ -18,6 +18,7 @@ from llmconv.convert.adapters.edits import Edits
 from llmconv.convert.adapters.merging import merged
 from llmconv.convert.algebra import equal
 from llmconv.convert.models.completeness import check_folder
+from llmconv.convert.models.head_and_dtype import settled
 from llmconv.convert.opening_adapters import open_adapters
 from llmconv.errors import InputRefused, UsageProblem, word
 from llmconv.files.paths import Placed, output_place
@@ -218,12 +219,13 @@ def plan_merge(base: Checkpoint, adapters: Sequence[Adapter], recipe: Recipe) ->
     quantized = _quantized(base, recipe)
     plain = quantized.plain if quantized else base
     result, edits = merged(plain, adapters, recipe)
+    result = settled(result)
     merge = Merge(
         plan_checkpoint(result, recipe.max_shard_size),
         merged=tuple(name for name in result if name in edits.changes),
         replaced=tuple(name for name in result if name in {**edits.whole, **edits.tokens} and name in plain),
         added=tuple(name for name in result if name not in plain),
-        warnings=(*base.warnings, *edits.warnings, *_checked(result, base, edits, adapters)),
+        warnings=(*result.warnings, *edits.warnings, *_checked(result, base, edits, adapters)),
         edits=edits,
     )
     notes = (*_of_same_weights(adapters), *_without_effect(plain, result, merge, adapters))

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.argument_checks import checked, require_choice
-from llmconv.checkpoint import Checkpoint
 from llmconv.convert.models.config_file import OPTION, TrustedCode, config_file
 from llmconv.convert.models.head_and_dtype import check_dtype, settled, with_cast, with_stated_type
 from llmconv.convert.opening import open_training
 from llmconv.convert.tokenizers import beyond_rows
-from llmconv.errors import UnsupportedInput, UsageProblem
+from llmconv.errors import UsageProblem
 from llmconv.files.paths import Placed, is_address, local_only, output_place
 from llmconv.files.sources import fetches, files_of_weights, local_path, source_name
 from llmconv.output.manifest import step
@@ -99,7 +98,6 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     changes = bool(quant) or dtype != "keep" or max_shard_size is not None or bool(configs or words or code or drop)
     checkpoint = settled(open_training(source, format, configs, words, chosen, rewrite=changes))
     warn_all((*checkpoint.warnings, *beyond_rows(checkpoint.side_files, checkpoint.config)))
-    _require_no_codes(checkpoint, dtype)
     # a configuration that is kept as it is needs no new `torch_dtype`
     kept = dtype == "keep" and (checkpoint.format in ("hf", "mlx") or "quantization_config" in checkpoint.config)
     checkpoint = with_stated_type(checkpoint) if kept and checkpoint.dequantized else checkpoint
@@ -122,14 +120,6 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
 def _digest(*files: Path) -> str:
     """A hash of the content of files that say how tensors are read; empty without any."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest() if files else ""
-
-
-def _require_no_codes(checkpoint: Checkpoint, dtype: str) -> None:
-    if dtype != "keep" and checkpoint.format == "hf" and checkpoint.config.get("quantization_config"):
-        raise UnsupportedInput(
-            f"`{source_name(checkpoint.path)}` is quantized (`quantization_config`), and its codes have no other type",
-            hint="give `--quant dequantize` for the values of the codes, or leave `--dtype` out",
-        )
 
 
 def _trusted(code: str | Path | None, trust_remote_code: bool) -> TrustedCode | None:

@@ -331,7 +331,7 @@ def _vblora_mixed(learned: ModuleTensors, part: str) -> Array:
         weights = np.concatenate([weights, 1 - weights.sum(axis=-1, keepdims=True)], axis=-1)
     if chosen.min() < 0 or chosen.max() >= len(bank):
         raise learned.misfit(f"a vector of {len(bank)} has number {chosen.max()}")
-    mixed: Array = np.einsum("abk,abkl->abl", weights, bank[chosen])
+    mixed: Array = np.einsum("abk,abkm->abm", weights, bank[chosen])
     return mixed
 
 

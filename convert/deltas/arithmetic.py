@@ -34,6 +34,7 @@ from llmconv.convert.models.head_and_dtype import (
     is_tied,
     plain_tensors,
     set_everywhere,
+    stored_types,
     with_dtype,
     with_tied_head,
 )
@@ -292,10 +293,11 @@ def wider(one: DType, other: DType) -> DType:
     return other if other.name in SUMMED and other.itemsize > one.itemsize else one
 
 
-def all_rounded(sums: Mapping[str, LazyTensor], kept: Mapping[str, DType], dtype: str) -> dict[str, LazyTensor]:
-    """Every sum rounded once to `dtype`, or with `keep` to its dtype in `kept`."""
-    chosen = BY_NAME.get(dtype)
-    return {name: rounded(tensor, chosen or kept[name]) for name, tensor in sums.items()}
+def types_of(
+    sums: Mapping[str, LazyTensor], config: Mapping[str, Any], kept: Mapping[str, DType], dtype: str
+) -> Mapping[str, DType]:
+    """The type of each tensor of a tuned model in `dtype` (`stored_types`), or with `keep` that in `kept`."""
+    return kept if dtype == "keep" else stored_types(sums, config, dtype)
 
 
 # Names of the last norm, whose weights are about 1 in a model and about 0 in a delta
@@ -346,8 +348,15 @@ def plus_difference(
     start = "as the mean of the others, as for Stanford Alpaca" if by_mean else "as zeros, as for FastChat"
     text = "the base has {:,} tokens, the delta {:,}: rows that the base lacks count " + start
     warnings = [*base.warnings, *(text.format(few, many) for few, many in rows if few != many)]
+    (own, _), (other, dropped) = without_code(base.config), without_code(delta.config)
+    config = {**own, **other, **({AUTO_MAP: base.config[AUTO_MAP]} if AUTO_MAP in base.config else {})}
+    warnings += [f"dropped {listing(dropped)} from the configuration: no code comes from a delta"] if dropped else []
+    if embedding:
+        set_everywhere(config, "vocab_size", above[embedding].num_rows)
+    if HEAD in below and is_tied(config):
+        set_everywhere(config, "tie_word_embeddings", False)
     kept = {name: wider(below[name].dtype, above[name].dtype) for name in below}
-    chosen = {name: BY_NAME.get(dtype, kept[name]) for name in below}
+    chosen = types_of(above, config, kept, dtype)
     if by_mean:
         below = {
             name: tensor if tensor.shape == above[name].shape else with_mean_rows(tensor, above[name].num_rows)
@@ -357,15 +366,8 @@ def plus_difference(
         if above[name].dtype == chosen[name] == FLOAT16:
             below[name] = rounded(below[name], FLOAT16)
     sums = {name: added(name, below[name], above[name]) for name in below}
-    (own, _), (other, dropped) = without_code(base.config), without_code(delta.config)
-    config = {**own, **other, **({AUTO_MAP: base.config[AUTO_MAP]} if AUTO_MAP in base.config else {})}
-    warnings += [f"dropped {listing(dropped)} from the configuration: no code comes from a delta"] if dropped else []
-    if embedding:
-        set_everywhere(config, "vocab_size", above[embedding].num_rows)
-    if HEAD in below and is_tied(config):
-        set_everywhere(config, "tie_word_embeddings", False)
     checksum = checksum_of(delta.path, config, mean_rows=by_mean)
-    tensors = all_rounded(checksum.watched(sums) if checksum else sums, kept, dtype)
+    tensors = {name: rounded(one, chosen[name]) for name, one in (checksum.watched(sums) if checksum else sums).items()}
     # the delta's files, and the base's unless they are of a tokenizer that the delta has, too
     has_tokenizer = bool(delta.side_files.keys() & VOCABULARIES)
     files = {

@@ -72,8 +72,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     def open_model(tensors: dict[str, LazyTensor], base: Checkpoint | None) -> Checkpoint:
         settings, own_files = dict[str, Any](), dict(base.side_files if base else {})
         if tensors:
-            warnings.extend(assembly.differences(embedded, base.config) if embedded and base else [])
-            stored = embedded or (base.config if base else {})
+            stored = assembly.config_of_run(embedded, base, warnings)
             settings = causal_lm_config(stored, given, path.name, warnings)
             if AUTO_MAP not in settings:
                 if settings["model_type"] == "mpt":

@@ -16,7 +16,14 @@ from typing import Any
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
 from llmconv.convert.adapters.other_tools import sizes_of as sizes_of_heads
 from llmconv.convert.algebra import fitting, renamed, reordered, rope_order
-from llmconv.convert.assembly import OPTIONS, dropped_outside, opened_with_adapter, without_adapter
+from llmconv.convert.assembly import (
+    OPTIONS,
+    config_of_run,
+    dropped_outside,
+    opened_with_adapter,
+    with_tokenizer,
+    without_adapter,
+)
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.composer import is_sharded
 from llmconv.convert.formats.megatron.save_folder import (
@@ -45,7 +52,6 @@ from llmconv.convert.state_dicts.distributed import (
     sizes_of,
 )
 from llmconv.convert.state_dicts.files import phrases, select, tracked
-from llmconv.convert.tokenizers import read_tokenizer
 from llmconv.errors import InputRefused, UnsupportedInput, listing
 from llmconv.model_code import AUTO_MAP
 from llmconv.tensors import LazyTensor
@@ -88,7 +94,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         notes, left_out, settings = [*warnings], list[str](), dict[str, Any]()
         tensors = dict[str, LazyTensor]()
         if leaves:
-            settings = causal_lm_config(stored or (base.config if base else {}), given, path.name, notes)
+            settings = causal_lm_config(config_of_run(stored, base, notes), given, path.name, notes)
             own_code = AUTO_MAP in settings
             tensors = select(leaves, lambda _, tensor: tensor, path.name, notes, buffers=own_code)
             if not own_code:
@@ -100,7 +106,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
                 settings = as_loaded(tensors, settings)
         homes = [one for one in (home, *(place for place in places if place.is_relative_to(path.resolve()))) if one]
         found = next((files for one in homes if (files := read_side_files(one))), {})  # a Trainer has no configuration
-        own_files = read_tokenizer(tokenizer) if tokenizer else found
+        own_files = with_tokenizer(found, tokenizer)
         dropped = (*phrases(sizes_of(_without(folder.tree, root))), *left_out)
         version = f"torch distributed checkpoint {folder.version}".rstrip()
         side_files = {**(base.side_files if base else {}), **own_files}

@@ -31,7 +31,7 @@ from llmconv.convert.assembly import contents_around, second_models
 from llmconv.convert.fields import Fields
 from llmconv.convert.formats import Format, has_sign_of, meta
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
-from llmconv.convert.models.config_file import plain_fields, with_architecture
+from llmconv.convert.models.config_file import plain_fields, updated, with_architecture
 from llmconv.convert.state_dicts.files import Sign, require_state
 from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.files.safetensors_file import FileTensor
@@ -207,7 +207,8 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     tensors = algebra.renamed(rotated, NAMES, file.name)
     tokens, notes = _tokenizer(file, tokenizer, sizes["vocab_size"])
     tied = header.shared if header else None  # in `ckpt.pt` the values decide
-    settings = {**_config(sizes, eps), "tie_word_embeddings": tied, **plain_fields(config, warnings)}
+    settings = {**_config(sizes, eps), "tie_word_embeddings": tied}
+    settings = updated(settings, plain_fields(config, warnings))
     settings = as_loaded(tensors, with_architecture(settings))
     side_files = {
         **tokens.files,

@@ -20,7 +20,7 @@ from llmconv.convert import algebra, tokenizers
 from llmconv.convert.fields import Fields
 from llmconv.convert.formats import Format
 from llmconv.convert.models import model_config
-from llmconv.convert.models.config_file import plain_fields
+from llmconv.convert.models.config_file import plain_fields, updated
 from llmconv.convert.models.head_and_dtype import with_head
 from llmconv.errors import MalformedInput, listing
 from llmconv.files.pickle_reader import TensorRef
@@ -522,7 +522,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         tokenizer or find_tokenizer(path), vocabulary, path.name, since_3_1=is_scaled(params)
     )
     extra = plain_fields({name: value for name, value in config.items() if name not in PARAMS}, warnings)
-    settings |= {"bos_token_id": tokens.bos, "eos_token_id": tokens.eos} | extra
+    settings = updated(settings | {"bos_token_id": tokens.bos, "eos_token_id": tokens.eos}, extra)
     if len({shard["norm.weight"].read().tobytes() for shard in shards}) > 1:  # shard 0's, as by rank 0 of Meta's code
         warnings.append("the norms differ between shards (as in Llama 3 70B); those of shard 0 are used")
     side_files = dict(tokens.files)

@@ -32,6 +32,7 @@ import numpy as np
 
 from llmconv.checkpoint import Checkpoint, own_file, read_side_files, read_small
 from llmconv.convert import algebra, tokenizers
+from llmconv.convert.assembly import with_tokenizer
 from llmconv.convert.fields import Fields
 from llmconv.convert.formats import Format
 from llmconv.convert.models.completeness import as_loaded, is_buffer
@@ -561,9 +562,9 @@ def _warnings(arguments: _Arguments, joining: _Joining) -> Iterator[str]:
 
 def _tokenizer(save: _Save, arguments: _Arguments, given: Path | None, warnings: list[str]) -> dict[str, bytes]:
     """Tokenizer files: the given, those in the folder, or the run's `vocab_file` if one of its name lies there."""
-    if given:
-        return tokenizers.read_tokenizer(given)
     files = {**read_side_files(save.home), **read_side_files(save.path)}
+    if given:
+        return with_tokenizer(files, given)
     name, kind = PurePosixPath(arguments.word("vocab_file")).name, arguments.word("tokenizer_type")
     place = next((one for one in (save.path, save.home) if name and (one / name).is_file()), None)
     if place and kind == "HFTokenizer" and "tokenizer.json" not in files:

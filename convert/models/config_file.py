@@ -177,15 +177,20 @@ def plain_fields(config: Mapping[str, Any], warnings: list[str]) -> dict[str, An
 
 
 def updated(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The stored fields with the user's, whose `rope_theta` and `rope_scaling` count against `rope_parameters` too.
+    """The stored fields with the user's, whose rotary settings of either kind replace stored ones of the other.
 
-    The first two are transformers 4's. Of a file with both, transformers 5 takes the base in `rope_parameters`, or with
-    a `rope_scaling` the base of the class, so a user's field would have no effect, or take another one away. Fields of
-    a part's configuration replace those alone, and `vocab_size` counts where the language model's is.
+    `rope_theta` and `rope_scaling` are transformers 4's. Of a file with both kinds, transformers 5 takes the base in
+    `rope_parameters`, or with a `rope_scaling` that alone and the base of the class, so a user's field would have no
+    effect, or take another one away. Fields of a part's configuration replace those alone, and `vocab_size` counts
+    where the language model's is.
     """
     given = _in_parts(stored, given)
     rope, config = stored.get("rope_parameters"), {**stored, **given}
     old = given.keys() & {"rope_theta", "rope_scaling"}
+    if not old and isinstance(own := given.get("rope_parameters"), Mapping):
+        kinds = [one for one in own.values() if isinstance(one, Mapping)] or [own]
+        replaced = {"rope_scaling", *(["rope_theta"] if all("rope_theta" in one for one in kinds) else [])}
+        return {name: value for name, value in config.items() if name not in replaced}
     if not old or "rope_parameters" in given or not isinstance(rope, Mapping):
         return config
     if any(isinstance(one, Mapping) for one in rope.values()):  # a base for each kind of layers
@@ -213,7 +218,7 @@ def _in_parts(stored: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, 
             del fields["vocab_size"]
     for name in parts.keys() & fields.keys():
         if isinstance(own := fields[name], Mapping) and "model_type" not in own:
-            fields[name] = {**parts[name], **own}
+            fields[name] = updated(parts[name], own)
     return fields
 
 

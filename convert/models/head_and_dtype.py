@@ -164,7 +164,15 @@ def check_dtype(dtype: str) -> None:
 
 
 def with_cast(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
-    """The checkpoint with its float weights rounded to `dtype` (or kept), and a config that says what they are."""
+    """The checkpoint with its float weights rounded to `dtype` (or kept), and a config that says what they are.
+
+    Raises UnsupportedInput for codes and another type, which their scales do not have.
+    """
+    if dtype != "keep" and checkpoint.config.get("quantization_config"):
+        raise UnsupportedInput(
+            "the model is quantized (`quantization_config`), and its codes have no other type",
+            hint="give `--quant dequantize` (of `to-hf`) for the values of the codes, or leave `--dtype` out",
+        )
     tensors = dict(checkpoint.tensors)
     if dtype != "keep":
         types = stored_types(tensors, checkpoint.config, dtype)

@@ -182,9 +182,7 @@ def opened(
             refuse_unmerged(checkpoint.tensors, checkpoint.config, path.name)
             plain_tensors(checkpoint)  # refuses codes
             notes = check_folder(checkpoint.tensors, checkpoint.config, path.name)
-            checkpoint = settled(
-                with_copied_code(replace(with_modules(checkpoint), warnings=(*checkpoint.warnings, *notes)))
-            )
+            checkpoint = with_copied_code(replace(with_modules(checkpoint), warnings=(*checkpoint.warnings, *notes)))
         else:
             from llmconv.convert.opening import open_training  # noqa: PLC0415 - most models are Hugging Face folders
 
@@ -193,7 +191,7 @@ def opened(
     if str(checkpoint.config.get("model_type")) not in INPUTS_FIRST:  # whose stacks `select` takes apart by itself
         checkpoint = replace(checkpoint, tensors=released(checkpoint.tensors, checkpoint.config))
     if not adapters:
-        return checkpoint, []
+        return settled(checkpoint), []
     from llmconv.convert.adapters.combining import DEFAULTS, recipe_of  # noqa: PLC0415 - most models have no adapter
     from llmconv.convert.merge import identity, plan_merge  # noqa: PLC0415 - as above
     from llmconv.convert.opening_adapters import open_adapters  # noqa: PLC0415 - as above

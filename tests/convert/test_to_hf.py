@@ -17,7 +17,9 @@ from click.testing import CliRunner, Result
 from llmconv.checkpoint import open_checkpoint
 from llmconv.cli import main
 from llmconv.convert.formats import formats
+from llmconv.convert.opening import open_training
 from tests.builders.gguf_files import write_gguf
+from tests.builders.tiny_models import save_tiny
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 COMPOSER = sorted((FIXTURES / "composer").glob("*/ep0-ba2-rank0.pt"))
@@ -27,6 +29,7 @@ MINDFORMERS = sorted((FIXTURES / "mindformers").glob("*/*.ckpt")) + [
 ]
 META = sorted({shard.parent for shard in (FIXTURES / "meta").rglob("consolidated.*.pth")})
 ACCESSORY = sorted({shard.parent for shard in (FIXTURES / "accessory").rglob("consolidated.*-of-*.model*.pth")})
+LLAMA2C = FIXTURES / "llama2c" / "tied"
 LLAMA = FIXTURES / "composer" / "weights_only" / "ep0-ba2-rank0.pt"
 
 
@@ -264,3 +267,26 @@ NATIVE = {
 def test_an_architecture_with_another_name_in_transformers_is_said_to_be_that(path: str, said: str) -> None:
     result = llmconv("to-hf", FIXTURES / path, "-o", "unused", "--dry-run")
     assert f"would write unused: {said}, " in result.stdout
+
+
+ROTARY = {"rope_type": "linear", "factor": 3.0, "rope_theta": 7e5}
+
+
+@pytest.mark.parametrize(
+    "path", [META[2], FIXTURES / "accessory" / "llama_mp2_bf16", LLAMA2C], ids=lambda path: path.name
+)
+def test_rotary_fields_of_a_given_configuration_are_those_of_the_model(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"rope_parameters": ROTARY}))
+    config = open_training(path, config=(tmp_path,)).config
+    assert config["rope_parameters"] == ROTARY and not config.keys() & {"rope_theta", "rope_scaling"}
+
+
+def test_a_given_tokenizer_leaves_settings_of_generation_and_of_images(tmp_path: Path) -> None:
+    kept = ("generation_config.json", "preprocessor_config.json", "processor_config.json")
+    folder = save_tiny(tmp_path / "model", "llama")
+    for name in (*kept, "tokenizer_config.json", "vocab.json"):
+        (folder / name).write_text("{}")
+    (tmp_path / "words").mkdir()
+    (tmp_path / "words/tokenizer.json").write_text("{}")
+    files = open_training(folder, None, (), tmp_path / "words", rewrite=True).side_files
+    assert files.keys() == {*kept, "tokenizer.json"}

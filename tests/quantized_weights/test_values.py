@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from llmconv.checkpoint import open_checkpoint
-from llmconv.convert import to_hf
+from llmconv.convert import apply_delta, extract_delta, to_hf
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.quantized_weights.methods.gptq import zero_points
 from llmconv.quantized_weights.quantized_checkpoint import QuantizedCheckpoint, quantized_checkpoint
@@ -83,6 +83,7 @@ def test_to_hf_shards_codes_anew_without_a_change(name: str, tmp_path: Path) -> 
         bits = [one.reshape(-1).view(torch.uint8) for one in (tensor, after[key])]
         assert (tensor.dtype, tensor.shape) == (after[key].dtype, after[key].shape) and torch.equal(*bits)
     configs = [json.loads((folder / "config.json").read_text()) for folder in (FOLDER / name, tmp_path / "out")]
+    assert configs[1].get("quantization") == configs[0].get("quantization")  # where mlx-lm looks for them
     assert configs[1]["quantization_config"] == configs[0].get("quantization_config", configs[1]["quantization_config"])
     assert configs[1].get("quantization") == configs[0].get("quantization")
     for file in ("hf_quant_config.json", "quantize_config.json"):
@@ -93,6 +94,12 @@ def test_codes_stay_codes_unless_their_values_are_asked_for(tmp_path: Path) -> N
     with pytest.raises(UnsupportedInput, match="its codes have no other type") as error:
         to_hf(FOLDER / "fp8_blocks", tmp_path / "out", dtype="bfloat16")
     assert "--quant dequantize" in str(error.value.hint)
+    other = save_tiny("llama", tmp_path / "other")
+    extract_delta(other, FOLDER / "fp8_blocks", tmp_path / "delta")
+    with pytest.raises(UnsupportedInput, match="its codes have no other type"):
+        apply_delta(other, tmp_path / "delta", tmp_path / "out", dtype="float16")
+    with pytest.raises(UnsupportedInput, match="its codes have no other type"):
+        extract_delta(other, FOLDER / "fp8_blocks", tmp_path / "out", dtype="float16")
     with pytest.raises(UsageProblem, match="is not quantized"):
         to_hf(save_tiny("llama", tmp_path / "llama"), tmp_path / "out", quant="dequantize")
 

@@ -73,7 +73,7 @@ def save_delta(base: Checkpoint, tuned: Checkpoint, shards: int | None) -> arith
 
 
 def plus_accessory(base: Checkpoint, folder: Path, dtype: str) -> Checkpoint:
-    """The tuned model in Hugging Face names and `dtype` (see `all_rounded`), with the base's config and side files.
+    """The tuned model in Hugging Face names and `dtype` (see `types_of`), with the base's config and side files.
 
     Raises UnsupportedInput for a base or parts that Accessory or transformers lacks, MalformedInput for another base,
     or a missing shard.
@@ -87,7 +87,9 @@ def plus_accessory(base: Checkpoint, folder: Path, dtype: str) -> Checkpoint:
     kept = {name: arithmetic.wider(tensor.dtype, added_type) for name, tensor in base.items()}
     read.leave_out(delta, family, name, drop=False)
     sums = read.to_hugging_face(_add(base_tensors, delta, name), args.params, name)
-    tensors = arithmetic.all_rounded(sums, {target: kept.get(target, _common(kept)) for target in sums}, dtype)
+    own = {target: kept.get(target, _common(kept)) for target in sums}
+    types = arithmetic.types_of(sums, base.config, own, dtype)
+    tensors = {target: arithmetic.rounded(one, types[target]) for target, one in sums.items()}
     config = settle_head(tensors, {**base.config, "tie_word_embeddings": None}, [])
     if family == "llama":
         config |= {switch: configs.has_biases(tensors, layers) for switch, layers in configs.SWITCHES.items()}

@@ -17,7 +17,7 @@ from llmconv.convert.formats import Format
 from llmconv.convert.formats.accessory import config as configs
 from llmconv.convert.formats.accessory import read
 from llmconv.convert.formats.meta import MetaTokenizer, find_tokenizer, tokenizer_for
-from llmconv.convert.models.config_file import plain_fields
+from llmconv.convert.models.config_file import plain_fields, updated
 from llmconv.convert.tokenizers import special_ids
 from llmconv.errors import InputRefused, UnsupportedInput
 from llmconv.not_a_model_folder import training_files_in
@@ -56,7 +56,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     norms = [name for name in ("norm.weight", "ln_f.weight") if own and name in own[0]]
     if any(len({shard[name].read().tobytes() for shard in own}) > 1 for name in norms):
         warnings.append("the norms differ between shards; those of shard 0 are used, as upstream does")
-    settings |= {"bos_token_id": tokens.bos, "eos_token_id": tokens.eos} | extra
+    settings = updated(settings | {"bos_token_id": tokens.bos, "eos_token_id": tokens.eos}, extra)
     dropped = (*([f"{len(lost)} tensors: {read.kinds(lost)}"] if lost else []), *training_files_in(path))
     rest = ((*warnings, *more), "", len(own) + len(base_shards), dropped)
     side_files = {**extra_files, **tokens.files}

@@ -19,7 +19,7 @@ from typing import Any
 from llmconv.causal_lm import architecture
 from llmconv.checkpoint import ADAPTER_CONFIG, HEADS, INDEX, SINGLE, Checkpoint, read_json
 from llmconv.convert.algebra import reshaped
-from llmconv.convert.assembly import OPTIONS, dropped_outside, opened_with_adapter, side_files_of
+from llmconv.convert.assembly import OPTIONS, config_of_run, dropped_outside, opened_with_adapter, side_files_of
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.deepspeed import save_folder
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
@@ -61,7 +61,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
             settings = plain_fields({**stored, **given}, warnings)
             tensors = select(tensors, lambda _, tensor: tensor, save.name, warnings)
         elif tensors:
-            settings = causal_lm_config(stored or (base.config if base else {}), given, path.name, warnings)
+            settings = causal_lm_config(config_of_run(stored, base, warnings), given, path.name, warnings)
             own, names = AUTO_MAP in settings, [WRAPPERS.sub("", name) for name in tensors]
             # what a trainer put before every name, such as `_forward_module.`: before that of the output head
             prefix = next((name.removesuffix(end) for name in names for end in HEADS if name.endswith(f".{end}")), "")

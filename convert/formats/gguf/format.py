@@ -21,7 +21,7 @@ from llmconv.convert.formats.gguf.names import in_hugging_face_names
 from llmconv.convert.formats.gguf.save import KINDS, Stored, gguf_pieces, save
 from llmconv.convert.formats.gguf.tokenizer import sampling_fields, special_ids, tokenizer_files
 from llmconv.convert.models.completeness import as_loaded
-from llmconv.convert.models.config_file import plain_fields, with_architecture
+from llmconv.convert.models.config_file import plain_fields, updated, with_architecture
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing
 from llmconv.files.gguf_file import GGUFFile, GGUFTensor, is_gguf, parts_of, read_gguf
 from llmconv.files.source_file import open_source
@@ -90,7 +90,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         **special_ids(found.metadata, path.name),
     }
     fields = {name: value for name, value in config.items() if name != "quant"}
-    settings = with_architecture({**settings, **plain_fields(fields, warnings)})
+    settings = with_architecture(updated(settings, plain_fields(fields, warnings)))
     settings = settings if "quantization_config" in settings else as_loaded(tensors, settings)
     side_files = side_files_of(path, tokenizer) if tokenizer else tokenizer_files(found.metadata, path.name, warnings)
     side_files |= _modules(keys, found.metadata, settings, warnings)

@@ -19,6 +19,7 @@ from typing import Any
 
 from llmconv.convert.algebra import HEAD_LIMIT
 from llmconv.convert.fields import Fields
+from llmconv.convert.models.config_file import updated
 from llmconv.convert.models.model_config import ALIASES
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing, short
 
@@ -540,9 +541,9 @@ def merged(computed: Mapping[str, Any], given: Mapping[str, Any], source: str, *
                 f"`--config` declares `{name}` {short(other[name])}, the arguments of `{source}` {short(value)}",
                 hint="the configuration is of another model; leave the field out, the arguments contain it",
             )
-    replaced = ("rope_theta", "rope_scaling") if isinstance(given.get("rope_parameters"), dict) else ()
-    kept = {name: value for name, value in computed.items() if name not in replaced}
-    return kept | {name: value for name, value in given.items() if value is not None or name not in kept}
+    return updated(
+        computed, {name: value for name, value in given.items() if value is not None or name not in computed}
+    )
 
 
 def _settings(fields: Mapping[str, Any]) -> dict[str, Any]:

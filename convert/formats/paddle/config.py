@@ -130,6 +130,8 @@ def _rope(fields: Fields, head_dim: int) -> dict[str, Any]:
     theta, factor = fields.number("rope_theta", default=10000.0), fields.number("rope_scaling_factor", default=1.0)
     if isinstance(fields.values.get("rope_scaling"), Mapping):
         return {"rope_theta": theta, "rope_scaling": dict(fields.values["rope_scaling"])}
+    if isinstance(given := fields.values.get("rope_parameters"), Mapping):  # the user's, as transformers 5 has them
+        return {"rope_parameters": {"rope_theta": theta, **given}}
     match fields.values.get("rope_scaling_type"):
         case None:
             return {"rope_theta": theta}

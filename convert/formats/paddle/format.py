@@ -25,7 +25,7 @@ from llmconv.convert.formats.paddle import config as configs
 from llmconv.convert.formats.paddle import read
 from llmconv.convert.formats.paddle.names import FAMILIES, TensorRule, apply_rules, unrolled
 from llmconv.convert.models.code_model import baichuan, chatglm, needs_code
-from llmconv.convert.models.config_file import OPTION, plain_fields, trusted_code, with_architecture
+from llmconv.convert.models.config_file import OPTION, plain_fields, trusted_code, updated, with_architecture
 from llmconv.convert.models.model_config import (
     ModelSettings,
     refuse,
@@ -325,7 +325,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     stored = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
     fields = {name: value for name, value in config.items() if name != OPTION}
     warnings: list[str] = []
-    if not (paddle := plain_fields({**stored, **fields}, warnings)):
+    if not (paddle := plain_fields(updated(stored, fields), warnings)):
         raise InputRefused(f"`{path.name}` has no `config.json` next to it", hint="give the run's with `--config`")
     own, code = configs.own_kind(paddle), trusted_code(config)
     if own:

@@ -24,6 +24,7 @@ from llmconv.convert.algebra import first_missing
 from llmconv.convert.assembly import (
     OPTIONS,
     assembled_run,
+    config_of_run,
     opened_with_adapter,
     side_files_of,
     stored_config,
@@ -248,7 +249,7 @@ def _open_other_class(
 
     def open_model(tensors: dict[str, LazyTensor], base: Checkpoint | None) -> Checkpoint:
         side_files = {**(base.side_files if base else {}), **side_files_of(home, tokenizer)}
-        settings = plain_fields({**stored_config(home), **given}, warnings)
+        settings = plain_fields({**config_of_run(stored_config(home), base, warnings), **given}, warnings)
         return Checkpoint(file.path, format, tensors, settings, side_files, tuple(warnings), shards=file.shards)
 
     return opened_with_adapter(tensors, file.path, options, open_model, adapter)

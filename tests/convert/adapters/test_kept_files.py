@@ -23,6 +23,7 @@ from llmconv.errors import InputRefused
 from llmconv.files.copying import copy_file
 from llmconv.files.safetensors_file import read_header
 from llmconv.output import local_folder
+from tests.builders.hf_models import SMALLEST, smallest_shapes
 
 PREFIX = "base_model.model.model.layers.0.self_attn.q_proj"
 Adapter = Callable[..., Path]
@@ -186,3 +187,18 @@ def test_an_output_in_the_base_or_an_adapter_is_refused(base: Path, adapter: Ada
 def test_an_output_beside_the_file_of_an_adapter_is_free(base: Path, adapter: Adapter) -> None:
     lora = adapter()
     assert merge_lora(base, [lora / "adapter_model.safetensors"], lora / "out").merged
+
+
+def test_a_head_that_differs_from_the_embedding_does_not_stay_tied(
+    save_tensors: Callable[..., Path], tmp_path: Path
+) -> None:
+    shapes = {**smallest_shapes(), "lm_head.weight": smallest_shapes()["model.embed_tokens.weight"]}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    base = save_tensors("base", tensors, {"config.json": SMALLEST})  # which ties them
+    pair = {f"{PREFIX}.lora_A.weight": torch.ones(2, 4), f"{PREFIX}.lora_B.weight": torch.ones(6, 2)}
+    config = {"adapter_config.json": {"peft_type": "LORA", "r": 2, "lora_alpha": 4}}
+    merge = merge_lora(base, save_tensors("own", pair, config, weights="adapter_model.safetensors"), tmp_path / "out")
+    assert any("but they differ; both are kept" in line for line in merge.warnings)
+    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
+    written = safetensors.torch.load_file(tmp_path / "out/model.safetensors")
+    assert torch.equal(written["lm_head.weight"], tensors["lm_head.weight"])

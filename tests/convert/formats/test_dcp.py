@@ -127,6 +127,10 @@ def test_configuration_and_tokenizer_next_to_the_folder_are_used(tmp_path: Path,
     config[0].rename(tmp_path / "config.json")
     (tmp_path / "tokenizer_config.json").write_text("{}")
     assert open_training(path).side_files == {"tokenizer_config.json": b"{}"}
+    for file in (tmp_path / "generation_config.json", tmp_path / "tokenizer.json"):
+        file.write_text("[]")
+    found = open_training(path, tokenizer=tmp_path / "tokenizer.json").side_files
+    assert found == {"generation_config.json": b"[]", "tokenizer.json": b"[]"}
 
 
 def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from llmconv.checkpoint import open_checkpoint
-from llmconv.convert import merge_lora, to_hf
+from llmconv.convert import apply_delta, merge_lora, to_hf
 from llmconv.convert.models.head_and_dtype import stored_types
 from llmconv.convert.models.transformers_source import causal_lm_classes, model_folder
 from tests.builders.lora_models import causal_lm, train
@@ -79,7 +80,7 @@ def test_every_type_keeps_what_transformers_keeps(kind: str, dtype: str, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["to-hf", "merge-lora"])
+@pytest.mark.parametrize("command", ["to-hf", "merge-lora", "delta"])
 def test_the_bias_that_chooses_experts_is_not_rounded(command: str, tmp_path: Path) -> None:
     model = causal_lm("deepseek_v3", **DEEPSEEK)
     bias = 6.8 + torch.rand(16) * 0.2
@@ -87,8 +88,14 @@ def test_the_bias_that_chooses_experts_is_not_rounded(command: str, tmp_path: Pa
     case = train(model, tmp_path, merge=False, target_modules=["o_proj"])
     if command == "to-hf":
         to_hf(case.base, tmp_path / "out", dtype="bfloat16")
-    else:
+    elif command == "merge-lora":
         merge_lora(case.base, case.adapter, tmp_path / "out", dtype="bfloat16")
+    else:  # tuned - base, of which only the last matrix is not zero
+        change = {name: torch.zeros_like(one) for name, one in load_file(case.base / "model.safetensors").items()}
+        change["lm_head.weight"] += 0.5
+        shutil.copytree(case.base, tmp_path / "delta")
+        save_file(change, tmp_path / "delta/model.safetensors", {"format": "pt"})
+        apply_delta(case.base, tmp_path / "delta", tmp_path / "out", dtype="bfloat16")
     found = load_file(tmp_path / "out/model.safetensors")
     assert torch.equal(found[BIAS], bias)
     assert {str(tensor.dtype) for name, tensor in found.items() if name != BIAS} == {"torch.bfloat16"}

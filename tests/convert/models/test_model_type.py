@@ -122,6 +122,23 @@ def test_rotary_fields_of_transformers_4_count_against_those_of_5(given: dict[st
     assert {name: found[name] for name in expected} == expected
 
 
+NESTED = {"full_attention": BASES, "sliding_attention": {**BASES, "rope_theta": 7.0}}
+
+
+@pytest.mark.parametrize("inner", ["", "text_config"])
+@pytest.mark.parametrize("given", [BASES, {"rope_type": "linear", "factor": 2.0}, NESTED], ids=str)
+def test_rotary_fields_of_transformers_5_count_against_those_of_4(given: dict[str, Any], inner: str) -> None:
+    stored = {"model_type": "llama", "rope_theta": 1e4, "rope_scaling": YARN}
+    found = updated(
+        {inner: stored} if inner else stored,
+        {inner: {"rope_parameters": given}} if inner else {"rope_parameters": given},
+    )
+    fields = found[inner] if inner else found
+    assert fields["rope_parameters"] == given and "rope_scaling" not in fields
+    assert ("rope_theta" in fields) == ("factor" in given)  # which has no base of its own
+    assert stored["rope_scaling"] is YARN
+
+
 PART = {"model_type": "gemma3_text", "vocab_size": 8, "hidden_size": 4}
 
 

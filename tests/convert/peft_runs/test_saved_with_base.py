@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from llmconv.checkpoint import open_checkpoint
 from llmconv.convert import merge_lora, to_hf
 from llmconv.convert.opening import open_training
-from llmconv.errors import InputRefused
+from llmconv.errors import InputRefused, MalformedInput
 from tests.builders.dcp_folders import save as save_dcp
-from tests.builders.lora_models import State, assert_equal, causal_lm, shake
+from tests.builders.lora_models import State, assert_equal, causal_lm, shake, train
 from tests.builders.zero_saves import save_zero_2
 
 CONFIG = "adapter_config.json"
@@ -120,3 +121,25 @@ def test_as_an_adapter_it_is_refused_with_the_command_that_merges_it(run: Path, 
     with pytest.raises(InputRefused) as caught:
         merge_lora(tmp_path / "base", [run], tmp_path / "out")
     assert f"llmconv to-hf {run} --config {tmp_path / 'base/config.json'}" in caught.value.hint
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "lightning"])
+def test_a_run_without_its_base_keeps_its_own_positions(kind: str, tmp_path: Path) -> None:
+    case = train(causal_lm("llama", **FIELDS), tmp_path, merge=False, target_modules=["q_proj", "v_proj"])
+    folder = case.adapter.rename(tmp_path / "run")
+    factors = load_file(folder / "adapter_model.safetensors")
+    (folder / "adapter_model.safetensors").unlink()
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+    config = json.loads((tmp_path / "base/config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": rope}))
+    path = SAVES[kind]({name.replace(".weight", ".default.weight"): one for name, one in factors.items()}, folder)
+    found = open_training(path, options={"base": tmp_path / "base"})
+    assert found.config["rope_parameters"] == rope
+    assert any("differs from the base's in `rope_parameters`" in line for line in found.warnings)
+    given = tmp_path / "given.json"
+    given.write_text('{"rope_theta": 7e5}')
+    found = open_training(path, config=(given,), options={"base": tmp_path / "base"})
+    assert found.config["rope_parameters"] == {**rope, "rope_theta": 7e5}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "mistral"}))
+    with pytest.raises(MalformedInput, match="the run is of a `mistral`, the base folder of a `llama`"):
+        open_training(path, options={"base": tmp_path / "base"})
