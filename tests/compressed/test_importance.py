@@ -130,6 +130,7 @@ def with_words(folder: Path) -> Path:
     return model
 
 
+@pytest.mark.slow  # the rows of GPT-2 below are measured, too
 def test_a_file_says_what_it_was_measured_on(text: Path, tmp_path: Path) -> None:
     model = with_words(tmp_path / "llama")
     given = ["to-gguf", str(model), "-o", str(tmp_path / "x.gguf"), "--type", "q4_0", "--calibrate", str(text)]

@@ -105,6 +105,7 @@ to_gguf(sys.argv[1], sys.argv[2])
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_file_and_the_next_removes_its_part(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     done = subprocess.run([sys.executable, "-c", KILLED, model, path], check=False)
