@@ -226,8 +226,8 @@ def slice_columns(tensor: LazyTensor, start: int, stop: int) -> LazyTensor:
 
 def split(tensor: LazyTensor, dim: int, count: int) -> list[LazyTensor]:
     """`count` equal parts along `dim` (0 or 1), the reverse of `concat`; ValueError if they would not be equal."""
-    if count == 1:
-        return [tensor]
+    if count <= 1:
+        return [tensor] * count
     if len(tensor.shape) <= dim or tensor.shape[dim] % count:
         raise ValueError(f"{list(tensor.shape)} has no {count} equal parts along dim {dim}")
     part, size = (slice_columns if dim else slice_rows), tensor.shape[dim] // count

@@ -99,7 +99,8 @@ def to_hf(  # noqa: PLR0913 - the options of the command, by the same names
     checkpoint = settled(open_training(source, format, configs, words, chosen, rewrite=changes))
     warn_all((*checkpoint.warnings, *beyond_rows(checkpoint.side_files, checkpoint.config)))
     # a configuration that is kept as it is needs no new `torch_dtype`
-    kept = dtype == "keep" and (checkpoint.format in ("hf", "mlx") or "quantization_config" in checkpoint.config)
+    is_stored = checkpoint.format == "hf" or "quantization_config" in checkpoint.config or checkpoint.dequantized
+    kept = dtype == "keep" and bool(is_stored)
     checkpoint = with_stated_type(checkpoint) if kept and checkpoint.dequantized else checkpoint
     plan = plan_checkpoint(checkpoint if kept else with_cast(checkpoint, dtype), size)
     plan = replace(plan, measured=_digest(*map(config_file, configs), *checkpoint.settings))

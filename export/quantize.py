@@ -122,7 +122,7 @@ def quantize(
         quantized = {name: replace(weight, activation=ranges.get(name)) for name, weight in quantized.items()}
     if formats.method == "gptq" and not given["dry_run"]:
         home = local_only(folder.place) or Path(gettempdir(), folder.place.name)
-        with Scratch.beside(home) as scratch:  # the codes stay mapped after the file is closed
+        with Scratch.next_to(home) as scratch:  # the codes stay mapped after the file is closed
             codes = round_sequentially(calibration, quantized, scratch)
         quantized = {name: replace(weight, rounded=codes.get(name)) for name, weight in quantized.items()}
     return quantized, folder.quantized(quantized, importance, smoothing)

@@ -383,7 +383,8 @@ def indexed_shards(folder: Path, index: str, is_shard_name: Callable[[str], bool
     return dict(sorted(shards.items()))
 
 
-HEADS = ("lm_head.weight", "embed_out.weight")
+HEADS = ("lm_head.weight", "embed_out.weight")  # names of output heads
+# the way out for a model without one
 NO_HEAD = (
     "if its output head is the embedding, set `tie_word_embeddings` to true in `config.json`; an embedding model has "
     "none: `llmconv export MODEL --task embed -o OUT`"

@@ -179,7 +179,7 @@ class Embedder:
     def _ends(self) -> tuple[list[int], list[int]]:
         """The ids that begin, and that end, those of every text: what two short texts have in common there.
 
-        Of texts that are no chats, special tokens alone.
+        In texts that are not chats, only special tokens count.
         """
         one, two = (
             self._chat(text, "") if self._are_chats else token_ids(self._tokenizer, text) for text in ("0", "1 2 3 4")

@@ -1,4 +1,4 @@
-"""PEFT's tuners since its release 0.13, a formula and a row of `NEWER` each, as in `tuner_kinds.py`."""
+"""PEFT's newer tuners, a formula and a row of `NEWER` each, as in `tuner_kinds.py`."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ C3A = Tuner("C3A", ("c3a_kernel",), ("block_size", "block_size_pattern"), _c3a_f
 
 
 ROAD_SIZES = {"road_1": (2, 1), "road_2": (1, 1), "road_4": (1, 2)}
-"""By variant: outputs for each so many numbers."""
+"""Outputs per angle and angles per output, by variant."""
 
 
 def _road_fit(learned: ModuleTensors) -> FittingShape:

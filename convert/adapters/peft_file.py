@@ -42,7 +42,7 @@ from llmconv.convert.adapters.adapter import (
     place_once,
 )
 from llmconv.convert.adapters.lora_config import AdapterFields, BlockDiagonal, LoraConfig, parse_config, task_of
-from llmconv.convert.algebra import reshaped
+from llmconv.convert.algebra import reshaped, split
 from llmconv.errors import LISTED, InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, word
 from llmconv.files.paths import refuse_git_lfs
 from llmconv.files.safetensors_file import read_header
@@ -272,15 +272,9 @@ def _of_tinker(tensor: LazyTensor, match: re.Match[str], tensors: Mapping[str, L
             f"`{match[0]}` has {tensor.shape[0]} experts, another factor of the layer {count}",
             hint="copy the adapter again",
         )
-
-    def matrix(number: int) -> LazyTensor:
-        return LazyTensor(
-            tensor.dtype, tensor.shape[1:], lambda low, high: tensor.rows(number, number + 1)[0, low:high]
-        )
-
-    places = range(count) if tensor.shape[0] > 1 else [0] * count
-    names = (f"{experts}.{expert}.{PROJECTIONS[of]}.lora_{part}.weight" for expert in range(count))
-    return {name: matrix(place) for name, place in zip(names, places, strict=True)}
+    matrices = split(reshaped(tensor, (prod(tensor.shape[:2]), tensor.shape[2])), 0, tensor.num_rows)
+    names = [f"{experts}.{expert}.{PROJECTIONS[of]}.lora_{part}.weight" for expert in range(count)]
+    return dict(zip(names, matrices if len(matrices) == count else matrices * count, strict=True))
 
 
 def _matrix(tensor: LazyTensor, expert: int, part: int, size: int) -> LazyTensor:

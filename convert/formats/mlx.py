@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,14 @@ from llmconv.checkpoint import (
 )
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.other_tools import ForeignPair, as_adapter, pair_up
+from llmconv.convert.algebra import reshaped, split
 from llmconv.convert.assembly import side_files_of
 from llmconv.convert.fields import Fields
 from llmconv.convert.formats import AdapterFormat, Format
 from llmconv.convert.models.config_file import plain_fields
 from llmconv.convert.models.transformers_source import EMBEDDINGS
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem, listing, short
-from llmconv.files.safetensors_file import FileTensor, read_header
+from llmconv.files.safetensors_file import read_header
 from llmconv.tensors import LazyTensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapters.safetensors"
@@ -175,16 +177,8 @@ def _of_experts(module: str, part: str, tensor: LazyTensor, source: str) -> dict
             f"`{source}` has {tensor.num_rows:,} experts in `{module}`", hint="no model has that many; is it damaged?"
         )
     root, target = module.removesuffix(joined), EXPERTS[joined]
-
-    def matrix(number: int) -> LazyTensor:
-        if isinstance(tensor, FileTensor):
-            start = tensor.offset + number * (tensor.nbytes // tensor.num_rows)
-            return FileTensor(tensor.path, start, tensor.dtype, tensor.shape[1:], tensor.record)
-        return LazyTensor(
-            tensor.dtype, tensor.shape[1:], lambda low, high: tensor.rows(number, number + 1)[0, low:high]
-        )
-
-    return {f"{root}{target.format(number)}.{part}": matrix(number) for number in range(tensor.num_rows)}
+    matrices = split(reshaped(tensor, (prod(tensor.shape[:2]), tensor.shape[2])), 0, tensor.num_rows)
+    return {f"{root}{target.format(number)}.{part}": one for number, one in enumerate(matrices)}
 
 
 def _has_stacks(path: Path) -> bool:

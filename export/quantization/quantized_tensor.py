@@ -343,7 +343,7 @@ class Scratch:
 
     @classmethod
     @contextmanager
-    def beside(cls, output: Path) -> Iterator[Scratch]:
+    def next_to(cls, output: Path) -> Iterator[Scratch]:
         """Context with a scratch file in the file system of a folder that may not exist yet."""
         home = next(folder for folder in output.absolute().parents if folder.is_dir())
         with tempfile.TemporaryFile(dir=home) as file:

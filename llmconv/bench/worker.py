@@ -108,9 +108,8 @@ class Genai:
     def _open(self, end: int) -> None:
         self._end, config = end, self._library.Config(self._folder)
         options = {"session_options": {"intra_op_num_threads": self._threads}}
-        config.overlay(
-            json.dumps({"model": {"eos_token_id": end, "pad_token_id": end, "decoder": options}})
-        )  # a list would be appended
+        model = {"eos_token_id": end, "pad_token_id": end, "decoder": options}  # a list would be appended
+        config.overlay(json.dumps({"model": model}))
         self._model = self._library.Model(config)
 
     def avoid(self, tokens: set[int]) -> None:

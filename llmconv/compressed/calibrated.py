@@ -81,7 +81,7 @@ def with_text(
     rounded, smoothing = {}, Smoothing()
     if method == "gptq":
         home = local_only(output) or Path(gettempdir(), output.name)
-        with Scratch.beside(home) as scratch:  # the codes stay mapped after the file is closed
+        with Scratch.next_to(home) as scratch:  # the codes stay mapped after the file is closed
             rounded = round_sequentially(run, kinds, scratch)
     importance = column_importance(run) if kinds.keys() - rounded.keys() else {}
     _require_measured(selected, {*importance, *rounded})

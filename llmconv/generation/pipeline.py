@@ -274,7 +274,7 @@ class TextGeneration:
         if shape.get("return_tensors"):
             return {"generated_token_ids": [*prompt, *tokens]}
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=shape.get("skip_special_tokens", True))
-        if shape.get("template") and _is_chat(content):  # a template's own stop strings are no part of an answer
+        if shape.get("template") and _is_chat(content):  # an answer ends before the template's own stop strings
             stops = find_template(shape["template"]).stops
             text = text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
         if not shape.get("return_full_text", True):

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class NotACall(ValueError):
-    """A text is no call, whatever follows it."""
+    """A text cannot become a call, whatever follows it."""
 
 
 def loaded(text: str) -> Any:

@@ -34,8 +34,8 @@ WEIGHT, SCALES, BIASES = ".weight", ".scales", ".biases"
 WIDTHS = (2, 3, 4, 5, 6, 8)
 FLOATS = ("float16", "bfloat16", "float32")
 SAME_WEIGHTS = (  # model types whose weights mlx-lm stores under the names and with the values of transformers
-    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "olmo", "olmo2", "olmo3"),
-    *("stablelm", "starcoder2", "granite", "cohere", "cohere2", "smollm3", "internlm2", "glm", "glm4", "exaone4"),
+    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "olmo2", "olmo3"),
+    *("stablelm", "starcoder2", "granite", "cohere", "cohere2", "smollm3", "internlm2", "glm4", "exaone4"),
     *("ernie4_5", "gpt_bigcode", "helium", "hunyuan_v1_dense", "nemotron", "seed_oss"),
 )
 FLOATS_AGAIN = "take the model it was quantized from, or write it in floats with `mlx_lm.convert --dequantize`"

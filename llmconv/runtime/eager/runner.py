@@ -43,12 +43,7 @@ from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsagePr
 from llmconv.memory import raise_if_out_of_memory, trim
 from llmconv.not_a_model_folder import refused_model
 from llmconv.quantized_weights.float4 import MX, has_small_exponents
-from llmconv.quantized_weights.quantized_checkpoint import (
-    FIELD,
-    UNKNOWN_TO_TRANSFORMERS,
-    method_name,
-    unsupported,
-)
+from llmconv.quantized_weights.quantized_checkpoint import FIELD, UNKNOWN_TO_TRANSFORMERS, method_name
 from llmconv.runtime.custom_code import custom_classes, custom_code_errors, uses_custom_code
 from llmconv.runtime.eager.cache import EagerCache, fresh_cache, restore, to_numpy
 from llmconv.runtime.eager.limit_margins import Float64Casts, LimitMargins
@@ -175,7 +170,7 @@ class EagerRunner(Runner):
             kind = method_name(fields) if self._given is None else None
             if kind in UNKNOWN_TO_TRANSFORMERS:  # which says something else
                 problem = f"transformers does not read weights that are quantized with `{kind}`, as those of `{folder}`"
-                raise unsupported(fields) or UnsupportedInput(problem, hint=PLAIN.format(word(folder))) from error
+                raise UnsupportedInput(problem, hint=PLAIN.format(word(folder))) from error
             require_vocabulary(open_weights(folder) if self._given is None else self._given, fields, folder)
             hint = "the folder needs config.json and safetensors weights of a causal language model"
             raise InputRefused(f"transformers cannot load `{folder}`: {first_line(error)}", hint=hint) from error

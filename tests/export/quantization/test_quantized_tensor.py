@@ -138,6 +138,6 @@ def test_a_range_beyond_float32_has_no_hint_of_a_wider_type(dtype: str) -> None:
 
 def test_codes_that_wait_in_a_file_have_their_room_on_the_disk(tmp_path: Path) -> None:
     """A page of a map that the disk has no room for ends the process."""
-    with Scratch.beside(tmp_path / "out") as scratch:
+    with Scratch.next_to(tmp_path / "out") as scratch:
         made = scratch.codes((64,), 4096, FORM, FLOAT32)
         assert os.fstat(scratch._file.fileno()).st_blocks * 512 >= sum(part.nbytes for part in made.parts.values())

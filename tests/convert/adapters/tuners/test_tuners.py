@@ -149,7 +149,7 @@ def test_the_largest_weights_of_vblora_alone_are_enough(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", [True, "bat"])
 def test_a_bone_is_a_miss_of_another_name(form: bool | str, tmp_path: Path) -> None:
-    """PEFT 0.14 to 0.18 `tuners/bone`: the same layers."""
+    """PEFT up to 0.18, `tuners/bone/layer.py`: the same layers under another name."""
     base, adapter, exact = train_layers(tmp_path, CONFIGS["miss"](target_modules=LINEAR, init_weights=form, r=12))
     file, config = adapter / "adapter_model.safetensors", json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**config, "peft_type": "BONE"}))
