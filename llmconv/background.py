@@ -18,7 +18,8 @@ from threading import Thread
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-LOOK_AHEAD = 8  # results in flight: enough for the cores, few enough to stay small
+# results in flight: one waits while every core computes; more cost memory and no run is faster
+LOOK_AHEAD = min(8, os.cpu_count() or 1)
 
 
 def prefetch(jobs: Iterable[Callable[[], T]], depth: int = LOOK_AHEAD) -> Iterator[T]:

@@ -355,8 +355,9 @@ class RepackedWeight:
         codes, form = self.integers.codes(start, stop), self.form
         if self.order is not None:
             codes = codes[..., self.order]
-        padded = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % form.size)])
-        return pack(padded.reshape(-1, form.size), form.bits).reshape(*codes.shape[:-1], -1, form.block_bytes)
+        if missing := -codes.shape[-1] % form.size:
+            codes = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, missing)])
+        return pack(codes.reshape(-1, form.size), form.bits).reshape(*codes.shape[:-1], -1, form.block_bytes)
 
     def _zeros(self, start: int, stop: int) -> Array:
         return np.ascontiguousarray(pack(zero_points(self.integers)[start:stop][:, self._block_groups], self.form.bits))

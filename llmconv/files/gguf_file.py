@@ -325,7 +325,8 @@ def _half(data: Array) -> Array:
 def _nibbles(data: Array, group: int) -> Array:
     """4-bit codes [blocks, 2 x bytes]: of each `group` bytes the low halves, then the high halves."""
     parts = data.reshape(len(data), -1, 1, group) >> np.array([0, 4], np.uint8).reshape(1, 1, 2, 1)
-    return (parts & np.uint8(15)).reshape(len(data), -1)
+    parts &= np.uint8(15)
+    return parts.reshape(len(data), -1)
 
 
 def _pairs(data: Array, group: int) -> Array:
@@ -345,7 +346,10 @@ def _planes(data: Array) -> Array:
 
 
 def _less(codes: Array, middle: int) -> Array:
-    return codes.astype(np.int8) - np.int8(middle)
+    """int8 in the memory of new `codes` where these are uint8."""
+    found = codes.astype(np.uint8, copy=False).view(np.int8)
+    found -= np.int8(middle)
+    return found
 
 
 def _q4_0(data: Array) -> Parts:

@@ -54,10 +54,10 @@ class BlockWeight(PackedWeight):
         zero = 1 << bits - 1
 
         def codes(start: int, stop: int) -> Array:
-            found = self._codes.rows(start, stop).astype(np.int16) + np.int16(zero - middle)
-            if found.min(initial=0) < 0 or found.max(initial=0) >= 2 * zero:
+            found = self._codes.rows(start, stop)
+            if found.min(initial=0) < middle - zero or found.max(initial=0) >= middle + zero:
                 refuse(self.name + CODES, f"has codes of more than {bits} bits")
-            return found.astype(np.uint8)
+            return found.view(np.uint8) + np.uint8((zero - middle) % 256)
 
         def shifted() -> Array:
             assert offsets is not None
