@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from llmconv.convert import to_hf
-from llmconv.convert.formats.megatron.config import Arguments, with_layers_of_stage
+from llmconv.convert.formats.megatron.config import with_layers_of_stage
+from llmconv.convert.formats.megatron.experts import Arguments
 from llmconv.convert.models.config_file import with_architecture
 from llmconv.convert.opening import explain, open_training
 from llmconv.errors import InputRefused, UnsupportedInput

@@ -15,29 +15,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import log
 from typing import Any
 
 from llmconv.convert.algebra import HEAD_LIMIT
-from llmconv.convert.fields import Fields
+from llmconv.convert.formats.megatron.experts import (
+    LAYER_LIMIT,
+    Arguments,
+    has_sigmoid,
+    sigmoid_experts,
+    softmax_experts,
+)
 from llmconv.convert.models.config_file import updated
 from llmconv.convert.models.model_config import ALIASES
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing, short
 
 CAPACITY = "moe_expert_capacity_factor"
-
-
-@dataclass(frozen=True)
-class Arguments(Fields):
-    """The arguments of a run by name, objects as stubs."""
-
-    where: str = "in the arguments of `{}`"
-    hint: str = "the checkpoint was changed, or is not one of a language model"
-
-    def unsupported(self, name: str) -> UnsupportedInput:
-        return UnsupportedInput(
-            f"`{self.source}` was trained with `{name}` {short(self.values.get(name))}, which is unsupported",
-            hint="convert it with Megatron Bridge, which builds the model with Megatron's own code",
-        )
 
 
 def check_arguments(arguments: Arguments, *, described: bool, old: bool) -> list[str]:
@@ -46,8 +39,9 @@ def check_arguments(arguments: Arguments, *, described: bool, old: bool) -> list
     With `described` the user gives the model's `config.json`, so unknown arguments are only reported; `old` is a model
     of before Megatron core.
     """
+    read = (LATENT if arguments.flag("multi_latent_attention") else ()) + (SIGMOID if has_sigmoid(arguments) else ())
     for name, allowed in (NEUTRAL | (OLD_MODEL if old else {})).items():
-        if not _is_one_of(arguments.values.get(name), allowed):
+        if name not in read and not _is_one_of(arguments.values.get(name), allowed):
             raise arguments.unsupported(name)
     known = NEUTRAL.keys() | IGNORED
     unknown = [
@@ -98,6 +92,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 `rotary_seq_len_interpolation_factor` is here since Megatron-LM's own models ignore it from core 0.6 to 0.18 only.
 """
+
+# Those of `NEUTRAL` that a family with latent attention, and one whose router has sigmoids, reads
+LATENT = ("multi_latent_attention", "rope_type", "rotary_scaling_factor")
+SIGMOID = (
+    *("moe_router_enable_expert_bias", "moe_router_group_topk", "moe_router_num_groups"),
+    *("moe_router_score_function", "moe_router_topk_scaling_factor"),
+)
 
 # Arguments that the model of before Megatron core ignores, and the values with which that makes no difference
 OLD_MODEL: dict[str, tuple[Any, ...]] = {"rotary_base": (None, 10000), "rotary_interleaved": OFF}
@@ -153,9 +154,6 @@ LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 # The factor of NeMo and Megatron Bridge; Megatron-LM (`gpt_builders.py`) ignores its argument, and takes 8
 OWN_FACTOR, MEGATRON_FACTOR = "model_rope_scaling_factor", 8.0
 INTERPOLATION = "model_interpolation_factor"  # the number that NeMo and Megatron Bridge divide positions by
-# Losses that balance the load of experts; `sinkhorn` is none: it weights experts without normalizing
-BALANCED = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
-LAYER_LIMIT = 4096
 EPSILONS = ("layernorm_epsilon", "norm_epsilon")  # names of the argument: until core 0.4 and since 0.16, and in between
 
 
@@ -207,7 +205,7 @@ def to_config(arguments: Arguments, family: Family) -> dict[str, Any]:
         "max_position_embeddings": arguments.count("max_position_embeddings", "seq_length", default=2048),
         "rope_theta": arguments.number("rotary_base", default=10000),
         "tie_word_embeddings": is_tied(arguments),
-        **_rope_scaling(arguments),
+        **(_latent_scaling(arguments) if family.latent else _rope_scaling(arguments)),
     }
     if family.model_type == "gpt_neox":
         return config | {
@@ -218,66 +216,84 @@ def to_config(arguments: Arguments, family: Family) -> dict[str, Any]:
             "use_parallel_residual": False,
             "attention_bias": True,
         }
-    if rotary_percent(arguments) != 1:
+    return config | {"rms_norm_eps": epsilon(arguments), "hidden_act": "silu"} | _gated(arguments, family)
+
+
+def _gated(arguments: Arguments, family: Family) -> dict[str, Any]:
+    """The fields of attention and feed-forward in families with RMSNorm."""
+    config: dict[str, Any] = {}
+    if family.model_type == "glm4_moe":
+        config["partial_rotary_factor"] = rotary_percent(arguments)
+    elif rotary_percent(arguments) != 1:
         raise arguments.unsupported("rotary_percent")
-    config |= {
-        "num_key_value_heads": query_groups(arguments),
-        "head_dim": head_dim(arguments),
-        "rms_norm_eps": epsilon(arguments),
-        "hidden_act": "silu",
-    }
+    if family.latent:
+        return _latent(arguments) | sigmoid_experts(arguments)
+    config |= {"num_key_value_heads": query_groups(arguments), "head_dim": head_dim(arguments)}
+    if family.sigmoid:
+        own = {"attention_bias": arguments.flag("add_qkv_bias"), "use_qk_norm": arguments.flag("qk_layernorm")}
+        return config | own | sigmoid_experts(arguments)
     if family.window:
         config["sliding_window"] = window_of(arguments)
     if family.model_type in ("llama", "qwen3", "qwen3_moe"):
         config["attention_bias"] = family.bias
     if family.model_type == "llama":
         config["mlp_bias"] = family.bias
-    return config | (_experts(arguments, family) if family.experts else {})
+    return config | (softmax_experts(arguments, family.model_type, shared=family.shared) if family.experts else {})
 
 
-def _experts(arguments: Arguments, family: Family) -> dict[str, Any]:
-    """Fields of a mixture of experts; Megatron normalizes the chosen weights unless it softmaxes before choosing."""
-    count, inner = arguments.count("num_experts"), arguments.count("ffn_hidden_size")
-    size = arguments.count("moe_ffn_hidden_size", default=inner)
-    before = arguments.flag("moe_router_pre_softmax")
-    chosen = arguments.count("moe_router_topk", default=2)
-    balanced = arguments.values.get("moe_router_load_balancing_type")
-    kinds = balanced if isinstance(balanced, list | tuple) else [balanced]
-    if balanced is not None and not all(kind in BALANCED for kind in kinds):
-        raise arguments.unsupported("moe_router_load_balancing_type")
-    if family.model_type == "mixtral":
-        if before:
-            raise arguments.unsupported("moe_router_pre_softmax")
-        if dense_layers(arguments):
-            raise arguments.unsupported("moe_layer_freq")
-        return {"intermediate_size": size, "num_local_experts": count, "num_experts_per_tok": chosen}
-    config = {
-        "moe_intermediate_size": size,
-        "num_experts": count,
-        "num_experts_per_tok": chosen,
-        "norm_topk_prob": not before,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": dense_layers(arguments),
+def _latent(arguments: Arguments) -> dict[str, Any]:
+    """Sizes of latent attention (MLA)."""
+    if arguments.flag("rotary_interleaved"):
+        raise arguments.unsupported("rotary_interleaved")
+    rank = arguments.values.get("q_lora_rank")
+    return {
+        "num_key_value_heads": arguments.count("num_attention_heads"),
+        "attention_bias": False,
+        "q_lora_rank": None if rank is None else arguments.count("q_lora_rank"),
+        "kv_lora_rank": arguments.count("kv_lora_rank"),
+        "qk_nope_head_dim": arguments.count("qk_head_dim"),
+        "qk_rope_head_dim": arguments.count("qk_pos_emb_head_dim"),
+        "v_head_dim": arguments.count("v_head_dim"),
     }
-    if family.shared:
-        if not arguments.flag("moe_shared_expert_gate"):
-            raise arguments.unsupported("moe_shared_expert_gate")
-        config["shared_expert_intermediate_size"] = arguments.count("moe_shared_expert_intermediate_size")
-    return config
 
 
-def dense_layers(arguments: Arguments) -> list[int]:
-    """The layers without experts, by `moe_layer_freq`: every n-th layer has them, or those with a 1 in a list."""
-    layers, frequency = arguments.count("num_layers"), arguments.values.get("moe_layer_freq", 1)
-    if not arguments.values.get("num_experts") or frequency is None:
-        return []
-    if layers > LAYER_LIMIT:
-        raise arguments.invalid("num_layers", layers, f"at most {LAYER_LIMIT}")
-    if type(frequency) is int and frequency > 0:
-        return [layer for layer in range(layers) if layer % frequency]
-    if not isinstance(frequency, list) or len(frequency) != layers or any(one not in (0, 1) for one in frequency):
-        raise arguments.invalid("moe_layer_freq", frequency, "a number, or one for each layer")
-    return [layer for layer, has_experts in enumerate(frequency) if not has_experts]
+def latent_rows(arguments: Arguments) -> dict[str, int]:
+    """The rows of the first matrices of latent attention, by name; releases differ in whether ranks divide them."""
+    if not arguments.flag("multi_latent_attention"):
+        return {}
+    rows = {"linear_kv_down_proj": arguments.count("kv_lora_rank") + arguments.count("qk_pos_emb_head_dim")}
+    if arguments.values.get("q_lora_rank") is not None:
+        rows["linear_q_down_proj"] = arguments.count("q_lora_rank")
+    return rows
+
+
+def _latent_scaling(arguments: Arguments) -> dict[str, Any]:
+    """YaRN of latent attention, whose default it is (Megatron core `transformer/multi_latent_attention.py`).
+
+    Before core 0.14, whose arguments have no `rope_type`, the trained length was `max_position_embeddings`, now 4096,
+    and the scores were scaled by `mscale`, now by `mscale_all_dim`.
+    """
+    factor = arguments.number("rotary_scaling_factor", default=1)
+    if arguments.word("rope_type", "yarn") == "rope" or factor == 1:
+        return {}
+    own, length = "original_max_position_embeddings", 4096
+    scale, all_scale = (arguments.number(name, least=-1) for name in ("mscale", "mscale_all_dim"))
+    if not ("rope_type" in arguments.values or own in arguments.values):
+        length = arguments.count("max_position_embeddings")
+        if scale != all_scale:
+            raise arguments.unsupported("mscale")
+    yarn = {
+        "rope_type": "yarn",
+        "factor": factor,
+        own: arguments.count(own, default=length),
+        "beta_fast": arguments.number("beta_fast", default=32),
+        "beta_slow": arguments.number("beta_slow", default=1),
+        "mscale": scale,
+        "mscale_all_dim": all_scale,
+    }
+    if not (scale and all_scale):  # transformers would take an `mscale` of 1
+        yarn["attention_factor"] = (0.1 * scale * log(factor) + 1) / (0.1 * all_scale * log(factor) + 1)
+    return {"rope_scaling": yarn}
 
 
 def query_groups(arguments: Arguments) -> int:
@@ -365,6 +381,10 @@ class Family:
     experts: bool = False  # the feed-forward is a mixture of experts
     shared: bool = False  # with one expert for all tokens, behind a gate
     window: bool = False  # attention may be limited to a window; `None`: it must not be
+    latent: bool = False  # keys and values come from a latent vector (MLA)
+    sigmoid: bool = False  # the router's scores are sigmoids
+    mtp: bool = False  # transformers' files may have heads that predict later tokens
+    either: tuple[str, ...] = ()  # parts that its models may have or not
 
 
 FAMILIES = (  # in this order; the first that fits is taken unless `--config` names another
@@ -376,6 +396,8 @@ FAMILIES = (  # in this order; the first that fits is taken unless `--config` na
     Family("mixtral", experts=True, window=True),
     Family("qwen2_moe", qkv_bias=True, experts=True, shared=True),
     Family("qwen3_moe", qk_norm=True, experts=True),
+    Family("glm4_moe", experts=True, shared=True, sigmoid=True, mtp=True, either=("qkv_bias", "qk_norm")),
+    Family("deepseek_v3", qk_norm=True, experts=True, shared=True, latent=True, sigmoid=True, mtp=True),
     Family("gpt_neox", rms=False, gated=False, bias=True, qkv_bias=True),
     Family("gpt2", rope=False, rms=False, gated=False, bias=True, qkv_bias=True),
 )
@@ -390,7 +412,9 @@ def family_of(arguments: Arguments, wanted: str | None) -> Family:
     fitting = [
         family
         for family in FAMILIES
-        if all(getattr(family, name) == value for name, value in parts.items() if name != "window")
+        if all(
+            getattr(family, name) == value for name, value in parts.items() if name not in ("window", *family.either)
+        )
         and (family.window or not parts["window"])
     ]
     if chosen := [family for family in fitting if wanted in (None, family.model_type)]:
@@ -414,6 +438,8 @@ def _parts(arguments: Arguments) -> dict[str, Any]:
     if kind not in NORMS:
         raise arguments.unsupported("normalization")
     return {
+        "latent": arguments.flag("multi_latent_attention"),
+        "sigmoid": has_sigmoid(arguments),
         "rope": position_kind(arguments) == "rope",
         "rms": NORMS[kind],
         "gated": arguments.flag("swiglu"),
@@ -428,6 +454,8 @@ def _parts(arguments: Arguments) -> dict[str, Any]:
 
 def _described(parts: Mapping[str, Any]) -> list[str]:
     words = {
+        "latent": ("latent attention (MLA)", ""),
+        "sigmoid": ("a router with sigmoids", ""),
         "rope": ("rotary positions", "learned positions"),
         "rms": ("RMSNorm", "LayerNorm"),
         "gated": ("a gated feed-forward", "a GELU"),
@@ -494,6 +522,16 @@ SIZES = {  # fields of `config.json` with the value of an argument
     "moe_intermediate_size": "moe_ffn_hidden_size",
     "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
     "rotary_pct": "rotary_percent",
+    "partial_rotary_factor": "rotary_percent",
+    "n_routed_experts": "num_experts",
+    "n_group": "moe_router_num_groups",
+    "topk_group": "moe_router_group_topk",
+    "routed_scaling_factor": "moe_router_topk_scaling_factor",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_head_dim",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim",
 }
 
 FREE = ("max_position_embeddings", "n_positions", "vocab_size", "model_type")
@@ -510,10 +548,11 @@ def arguments_of(config: Mapping[str, Any], source: str) -> Arguments:
             f"`{source}` does not contain the arguments of its run",
             hint="give the model's `config.json` with `--config`, or a YAML file with Megatron's arguments",
         )
-    made = {own: fields[name] for name, own in SIZES.items() if fields.get(name) is not None}
-    bias = family.bias and (family.model_type != "llama" or fields.get("mlp_bias") is True)
     nested = fields.get("rope_parameters")
     rope = {"rope_theta": fields.get("rope_theta"), **(nested if isinstance(nested, dict) else {})}
+    fields.setdefault("partial_rotary_factor", rope.get("partial_rotary_factor"))
+    made = {own: fields[name] for name, own in SIZES.items() if fields.get(name) is not None}
+    bias = family.bias and (family.model_type != "llama" or fields.get("mlp_bias") is True)
     window = fields.get("sliding_window")
     made |= {
         "rotary_base": rope.get("rope_theta") or fields.get("rotary_emb_base"),
@@ -521,14 +560,27 @@ def arguments_of(config: Mapping[str, Any], source: str) -> Arguments:
         "normalization": "RMSNorm" if family.rms else "LayerNorm",
         "position_embedding_type": "rope" if family.rope else "learned_absolute",
         "add_bias_linear": bias,
-        "add_qkv_bias": family.qkv_bias,
-        "qk_layernorm": family.qk_norm,
+        "add_qkv_bias": family.qkv_bias or ("qkv_bias" in family.either and fields.get("attention_bias") is True),
+        "qk_layernorm": family.qk_norm or fields.get("use_qk_norm") is True,
         "bias_gelu_fusion": fields.get("activation_function", fields.get("hidden_act", "")) != "gelu",
         "moe_router_pre_softmax": fields.get("norm_topk_prob", True) is False,
-        "moe_shared_expert_gate": family.shared,
+        "moe_shared_expert_gate": family.shared and not family.sigmoid,
         "untie_embeddings_and_output_weights": not fields.get("tie_word_embeddings", not family.rope),
         "window_size": (window - 1, 0) if family.window and isinstance(window, int) and window > 0 else None,
     }
+    if family.sigmoid:
+        words = ("moe_intermediate_size", "n_shared_experts", "num_hidden_layers", "first_k_dense_replace")
+        size, shared, layers, dense = (
+            value if type(value := fields.get(name, 0)) is int and 0 <= value < LAYER_LIMIT * HEAD_LIMIT else 0
+            for name in words
+        )
+        made |= {
+            "multi_latent_attention": family.latent,
+            "rope_type": "rope",  # the user's fields say how positions are scaled
+            "moe_router_score_function": "sigmoid",
+            "moe_shared_expert_intermediate_size": size * shared,
+            "moe_layer_freq": [int(layer >= dense) for layer in range(min(layers, LAYER_LIMIT))],
+        }
     return Arguments(made, source)
 
 

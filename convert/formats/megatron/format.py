@@ -23,13 +23,14 @@ from llmconv.convert import algebra
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.megatron import config as configs
 from llmconv.convert.formats.megatron import save_folder
+from llmconv.convert.formats.megatron.experts import Arguments
 from llmconv.convert.formats.megatron.join_ranks import Rank, join_ranks, open_distributed, open_ranks, read_common
 from llmconv.convert.models.completeness import as_loaded
 from llmconv.convert.models.config_file import causal_lm_config, read_config_file
 from llmconv.convert.state_dicts.files import Sign
 from llmconv.convert.tokenizers import read_tokenizer, special_ids, vocabulary_size
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing, short
-from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, cast, rounded
+from llmconv.tensors import BY_NAME, Array, DType, LazyTensor, cast, in_memory, rounded
 
 NEMO2_FILE, BRIDGE_FILE = "model.yaml", "run_config.yaml"
 
@@ -107,6 +108,10 @@ def _transformer_config(config: Any, file: Path) -> dict[str, Any]:
         kind = str(config.get("_target_", "")).rpartition(".")[2]
         of = f"{file.name}` of a `{kind}" if kind else file.name
         raise _unsupported(of, "activation_func", word.rpartition(".")[2])
+    scaled = config.get("rope_type", "yarn") != "rope" and config.get("rotary_scaling_factor") not in (None, 1)
+    if scaled and config.get("multi_latent_attention") is True and "original_max_position_embeddings" not in config:
+        # before core 0.14, see `config._latent_scaling`
+        raise _unsupported(file.name, "rotary_scaling_factor", config["rotary_scaling_factor"])
     made = {
         "swiglu": gated,
         "bias_gelu_fusion": config.get("bias_activation_fusion") is True,
@@ -152,7 +157,7 @@ class _Run:
     ranks: list[Rank]
     stored: Mapping[str, Any]
 
-    def state(self, arguments: configs.Arguments) -> save_folder.RunState:
+    def state(self, arguments: Arguments) -> save_folder.RunState:
         if self.save.distributed:
             return open_distributed(self.save.distributed, self.source)
         return join_ranks(self.ranks, arguments)
@@ -169,7 +174,7 @@ def _find(path: Path) -> _Run:
 def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Checkpoint:
     run = _find(path)
     has_own = run.stored.get("num_layers") is not None
-    arguments = configs.Arguments(run.stored, run.source) if has_own else configs.arguments_of(config, run.source)
+    arguments = Arguments(run.stored, run.source) if has_own else configs.arguments_of(config, run.source)
     given = {} if arguments.values is config else config
     arguments, of_stage = configs.with_layers_of_stage(arguments)
     old = run.save.nemo is None and any(rank.old for rank in run.ranks)
@@ -178,12 +183,19 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
     family = configs.family_of(arguments, given.get("model_type"))
     computed = configs.to_config(arguments, family)
     state = run.state(arguments)
+    tensors, dropped = dict(state.tensors), state.dropped
+    heads = {name: match[1] for name in tensors if (match := save_folder.MTP_LAYER.fullmatch(name))}
+    if family.mtp:
+        computed["num_nextn_predict_layers"] = len(set(heads.values()))
+    elif heads:  # the model's logits do not depend on them
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in heads}
+        dropped = (*dropped, f"{len(heads)} tensors of heads that predict later tokens")
     folder = run.save.path / save_folder.NEMO2_CONTEXT / "nemo_tokenizer"
     own = read_side_files(folder) if folder.is_dir() else {}
     if not (side_files := read_tokenizer(tokenizer) if tokenizer else own):
         warnings.append("a Megatron checkpoint contains no tokenizer; give one with `--tokenizer` if you need it")
-    embedding = state.tensors.get(save_folder.EMBEDDING)
-    if adapter := next((name for name in state.tensors if ADAPTER.search(name)), None):
+    embedding = tensors.get(save_folder.EMBEDDING)
+    if adapter := next((name for name in tensors if ADAPTER.search(name)), None):
         raise UnsupportedInput(
             f"`{run.source}` is of a run with an adapter of Megatron Bridge or NeMo (`{adapter}`), which is not merged",
             hint="write it as PEFT's with Megatron Bridge (`AutoBridge.export_adapter_ckpt`), and merge that: "
@@ -208,19 +220,22 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         any(arguments.flag(name) for name in ZERO_CENTERED),
         configs.is_tied(arguments),
         vocabulary,
+        arguments.count("num_layers"),
     )
     bos, eos = special_ids(side_files)
     fields = {**computed, "vocab_size": vocabulary, "bos_token_id": bos, "eos_token_id": eos}
     settings = causal_lm_config({}, configs.merged(fields, given, run.source, compared=has_own), run.source, warnings)
-    tensors = to_hugging_face(state.tensors, layout)
-    dtypes = {tensor.dtype.name for name, tensor in state.tensors.items() if NORM.search(name)} - {"float32"}
+    dtypes = {tensor.dtype.name for name, tensor in tensors.items() if NORM.search(name)} - {"float32"}
+    if family.sigmoid:
+        tensors = with_expert_biases(tensors)
+    tensors = to_hugging_face(tensors, layout)
     if layout.zero_centered and dtypes:
         warnings.append(
             f"the norms multiply with 1 + weight; the sums were rounded to {', '.join(sorted(dtypes))}: `--dtype "
             "float32` keeps them as Megatron computes them"
         )
     settings = as_loaded(tensors, settings)
-    more = (tuple(warnings), f"megatron {state.version}", state.shards, state.dropped)
+    more = (tuple(warnings), f"megatron {state.version}", state.shards, dropped)
     return Checkpoint(path, FORMAT.name, tensors, settings, side_files, *more)
 
 
@@ -230,13 +245,14 @@ FORMAT = Format(
     detect=save_folder.is_save,
     sign=Sign(keys=(save_folder.VERSION_KEY,)),
     open=_open,
-    peek=lambda path: (run := _find(path)).state(configs.Arguments(run.stored, run.source)).tensors,
-    covers="GPT-2, Llama 1 to 3, Mistral, Mixtral, Qwen 2, 2.5 and 3 (with experts, too), GPT-NeoX; ranks in any "
-    "grid of tensor, pipeline, virtual and expert parallelism; the run's arguments give `config.json`",
+    peek=lambda path: (run := _find(path)).state(Arguments(run.stored, run.source)).tensors,
+    covers="GPT-2, Llama 1 to 3, Mistral, Mixtral, Qwen 2, 2.5 and 3 (with experts, too), GPT-NeoX, DeepSeek-V3 and "
+    "GLM-4.5 with their heads of later tokens; ranks in any grid of tensor, pipeline, virtual and expert parallelism; "
+    "the run's arguments give `config.json`",
 )
 
 
-NORM = re.compile(r"(?:layernorm|layer_norm)\.weight$")
+NORM = re.compile(r"(?:layernorm|layer_norm|\b[eh]norm)\.weight$")
 HEAD_NORM = re.compile(r"\.[qk]_layernorm\.(?:weight|bias)$")
 WHOLE_QKV = ("gpt_neox", "gpt2")  # families that keep queries, keys and values in one matrix
 
@@ -256,6 +272,7 @@ class Layout:
     zero_centered: bool  # norms multiply with 1 + weight
     tied: bool  # the output head is the embedding
     vocabulary: int  # rows of the embedding that are kept
+    layers: int  # of the model, without those that predict later tokens
 
 
 def to_hugging_face(tensors: Mapping[str, LazyTensor], layout: Layout) -> dict[str, LazyTensor]:
@@ -267,7 +284,7 @@ def to_hugging_face(tensors: Mapping[str, LazyTensor], layout: Layout) -> dict[s
         with algebra.fitting(what, "the arguments are of another model"):
             parts = dict(_parts(name, tensor, layout))
         for own, part in parts.items():
-            if (target := save_folder.hugging_face_name(own, layout.model_type)) is None:
+            if (target := save_folder.hugging_face_name(own, layout.model_type, layout.layers)) is None:
                 unknown.append(name)
             else:
                 converted[target] = part
@@ -278,6 +295,20 @@ def to_hugging_face(tensors: Mapping[str, LazyTensor], layout: Layout) -> dict[s
             hint="convert it with Megatron Bridge, which builds the model with Megatron's own code",
         )
     return converted
+
+
+ROUTER = re.compile(r"(.+\.mlp\.router\.)weight")
+
+
+def with_expert_biases(tensors: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    """The tensors, and zeros for biases of experts that the run did not have: transformers' router adds one."""
+    routers = ((match[1], tensor) for name, tensor in tensors.items() if (match := ROUTER.fullmatch(name)))
+    missing = {
+        f"{stem}expert_bias": in_memory(np.zeros(tensor.num_rows, np.float32), BY_NAME["float32"])
+        for stem, tensor in routers
+        if f"{stem}expert_bias" not in tensors
+    }
+    return {**tensors, **missing}
 
 
 def _one_embedding(tensors: Mapping[str, LazyTensor], layout: Layout) -> dict[str, LazyTensor]:
@@ -354,7 +385,7 @@ def plus_one(tensor: LazyTensor) -> LazyTensor:
 
 
 def true_vocabulary(
-    arguments: configs.Arguments,
+    arguments: Arguments,
     padded: int,
     given: Mapping[str, Any],
     tokenizer: Mapping[str, bytes],

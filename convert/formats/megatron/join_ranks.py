@@ -30,7 +30,8 @@ from typing import Any
 from llmconv.checkpoint import transposed
 from llmconv.convert import algebra
 from llmconv.convert.formats.megatron import save_folder
-from llmconv.convert.formats.megatron.config import Arguments, head_dim, query_groups
+from llmconv.convert.formats.megatron.config import head_dim, latent_rows, query_groups
+from llmconv.convert.formats.megatron.experts import Arguments
 from llmconv.convert.state_dicts.distributed import DistributedFolder, TensorItem, named_leaves, open_folder
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing, short
 from llmconv.files.pickle_machine import Stub
@@ -198,7 +199,9 @@ def whole_numbers(source: str, stages: Sequence[Mapping[str, Any]]) -> list[dict
     return renamed
 
 
-ROWS = re.compile(r"\.(?:linear_qkv|linear_fc1)\.(?:weight|bias)$")
+ROWS = re.compile(
+    r"\.(?:linear_qkv|linear_fc1|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|eh_proj)\.(?:weight|bias)$"
+)
 COLUMNS = re.compile(r"\.(?:linear_proj|linear_fc2)\.weight$")
 
 Place = tuple[int, int]  # tensor rank and expert rank
@@ -227,15 +230,12 @@ def join_ranks(ranks: Sequence[Rank], arguments: Arguments) -> save_folder.RunSt
     pipeline, expert = (arguments.count(f"{kind}_model_parallel_size", default=1) for kind in ("pipeline", "expert"))
     grid = Grid(arguments.source, tensor, pipeline, expert, expert_tensor)
     parts = _parts(grid, {_place(grid, rank): rank for rank in ranks}, arguments)
-    extra = [name for name in parts if save_folder.EXTRA_HEADS.match(name)]
+    rows = latent_rows(arguments)
     tensors = {
-        name: _whole(grid, name, places, gated=arguments.flag("swiglu"))
+        name: _whole(grid, name, places, gated=arguments.flag("swiglu"), rows=rows.get(name.split(".")[-2]))
         for name, places in _globally(grid, parts, arguments).items()
-        if name not in extra
     }
     dropped = [phrase for rank in ranks[:1] for phrase in rank.dropped]
-    if extra:
-        dropped.append(f"{len(extra)} tensors of heads that predict later tokens")
     return save_folder.RunState(tensors, len(ranks), f"checkpoint version {ranks[0].version:g}", tuple(dropped))
 
 
@@ -342,10 +342,18 @@ def _separated(grid: Grid, parts: Parts, local: int, arguments: Arguments) -> Pa
     return separate
 
 
-def _whole(grid: Grid, name: str, places: Mapping[Place, Sequence[LazyTensor]], *, gated: bool) -> LazyTensor:
-    """One tensor from its parts; copies must be equal, which is checked while they are read."""
+def _whole(
+    grid: Grid, name: str, places: Mapping[Place, Sequence[LazyTensor]], *, gated: bool, rows: int | None
+) -> LazyTensor:
+    """One tensor from its parts; copies must be equal, which is checked while they are read.
+
+    `rows` are those of the whole, where the ranks may hold them all; None where `name` decides.
+    """
     is_expert = save_folder.EXPERT.fullmatch(name) is not None
-    is_shared_out = name in (save_folder.EMBEDDING, save_folder.HEAD) or ROWS.search(name) or COLUMNS.search(name)
+    has_parts = name in (save_folder.EMBEDDING, save_folder.HEAD) or ROWS.search(name) or COLUMNS.search(name)
+    is_shared_out = bool(has_parts)
+    if rows is not None:
+        is_shared_out = any(tensor.num_rows != rows for tensors in places.values() for tensor in tensors)
     count = (grid.expert_tensor if is_expert else grid.tensor) if is_shared_out else 1
     by_rank: defaultdict[int, list[LazyTensor]] = defaultdict(list)
     for (tensor_rank, _), tensors in sorted(places.items()):
@@ -424,15 +432,13 @@ def open_distributed(path: Path, source: str) -> save_folder.RunState:
     folder = open_folder(path)
     found: dict[str, LazyTensor] = {}
     dropped: dict[str, None] = {}
-    heads = 0
     for keys, item in named_leaves(folder.tree):
         own = ".".join(map(str, keys))
         if other := OTHERS.match(own):
             dropped[PARTS.get(other[1], "the state of the run")] = None
             continue
         plain = save_folder.WRAPPERS.sub("", own)
-        heads += bool(save_folder.EXTRA_HEADS.match(plain)) and isinstance(item, TensorItem)
-        if not isinstance(item, TensorItem) or save_folder.IGNORED.search(own) or save_folder.EXTRA_HEADS.match(plain):
+        if not isinstance(item, TensorItem) or save_folder.IGNORED.search(own):
             continue
         for name, tensor in _apart(folder, plain, item):
             if found.setdefault(save_folder.core_name(name), tensor) is not tensor:
@@ -440,8 +446,7 @@ def open_distributed(path: Path, source: str) -> save_folder.RunState:
                     f"duplicate key in `{source}`: `{own}` is a second `{save_folder.core_name(name)}`",
                     hint="it holds several models; save the language model alone",
                 )
-    extra = (f"{heads} tensors of heads that predict later tokens",) if heads else ()
-    return save_folder.RunState(_joined(found, source), folder.shards, "torch_dist", (*dropped, *extra))
+    return save_folder.RunState(_joined(found, source), folder.shards, "torch_dist", tuple(dropped))
 
 
 def _apart(folder: DistributedFolder, name: str, item: TensorItem) -> Iterator[tuple[str, LazyTensor]]:

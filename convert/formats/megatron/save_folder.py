@@ -25,7 +25,8 @@ POSITIONS = "embedding.position_embeddings.weight"
 HEAD = "output_layer.weight"
 QKV, PROJECTION = "self_attention.linear_qkv", "self_attention.linear_proj"
 LAYER = re.compile(r"decoder\.layers\.(\d{1,9})\.(.+)")
-EXPERT = re.compile(r"(decoder\.layers\.\d{1,9}\.mlp\.experts)\.(\d{1,9})\.(.+)")
+MTP_LAYER = re.compile(r"mtp\.layers\.(\d{1,9})\.(.+)")  # one that predicts later tokens
+EXPERT = re.compile(r"((?:decoder|mtp)\.layers\.\d{1,9}\.mlp\.experts)\.(\d{1,9})\.(.+)")
 # Experts of Transformer Engine's grouped linear layers, numbered at the end
 GROUPED = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d{1,9})$")
 FC1 = re.compile(r"\.linear_fc1\.(?:weight|bias)$")
@@ -41,13 +42,16 @@ OLD_MODULES = {
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
 }
 WRAPPERS = re.compile(r"^(?:module\.|model\.)+")
 OLD_STACK = re.compile(r"^language_model\.(?:encoder|transformer)\.")
 OLD_LAYER = re.compile(r"^(decoder\.layers\.\d{1,9}\.)(.+)\.(weight|bias)$")
 # Values that the model computes, or that only scale numbers of 8 bits
 IGNORED = re.compile(r"(?:^|\.)(?:_extra_state(?:/.*)?|inv_freq|core_attention\..*_extra_state.*|position_ids)$")
-EXTRA_HEADS = re.compile(r"^mtp\.")  # heads that predict later tokens; the model's logits do not depend on them
+# The name of the layer within one of `MTP_LAYER`, until core 0.16 and since
+INNER = re.compile(r"^(mtp\.layers\.\d{1,9}\.)(?:transformer_layer|mtp_model_layer)\.")
 
 
 def core_name(name: str) -> str:
@@ -64,7 +68,7 @@ def core_name(name: str) -> str:
             return f"{match[1]}{OLD_MODULES.get(match[2], match[2])}.{match[3]}"
     for fused, apart in FUSED_NORMS.items():
         name = name.replace(fused, apart)
-    name = name.replace(".mlp.experts.local_experts.", ".mlp.experts.")
+    name = INNER.sub(r"\1", name).replace(".mlp.experts.local_experts.", ".mlp.experts.")
     return GROUPED.sub(r".mlp.experts.\3.\1.\2", name)
 
 
@@ -87,7 +91,25 @@ LLAMA_LAYER = {
     "mlp.shared_experts.gate": "mlp.shared_expert.gate_proj",
     "mlp.shared_experts.up": "mlp.shared_expert.up_proj",
     "mlp.shared_experts.linear_fc2": "mlp.shared_expert.down_proj",
-    "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate",
+    "mlp.shared_experts.gate_weight": "mlp.shared_expert_gate.weight",
+}
+GLM_LAYER = {
+    **{name: target.replace("shared_expert.", "shared_experts.") for name, target in LLAMA_LAYER.items()},
+    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "eh_proj": "eh_proj",
+    "final_layernorm": "shared_head.norm",
+}
+DEEPSEEK_LAYER = {
+    **GLM_LAYER,
+    "self_attention.linear_q_proj": "self_attn.q_proj",
+    "self_attention.linear_q_down_proj": "self_attn.q_a_proj",
+    "self_attention.q_layernorm": "self_attn.q_a_layernorm",
+    "self_attention.linear_q_up_proj": "self_attn.q_b_proj",
+    "self_attention.linear_kv_down_proj": "self_attn.kv_a_proj_with_mqa",
+    "self_attention.kv_layernorm": "self_attn.kv_a_layernorm",
+    "self_attention.linear_kv_up_proj": "self_attn.kv_b_proj",
 }
 MIXTRAL_LAYER = {
     **LLAMA_LAYER,
@@ -119,6 +141,8 @@ LLAMA_TABLE: Table = (
 )
 TABLES: dict[str, Table] = {
     "mixtral": ("model.layers", MIXTRAL_LAYER, LLAMA_TABLE[2]),
+    "glm4_moe": ("model.layers", GLM_LAYER, LLAMA_TABLE[2]),
+    "deepseek_v3": ("model.layers", DEEPSEEK_LAYER, LLAMA_TABLE[2]),
     "gpt_neox": (
         "gpt_neox.layers",
         NEOX_LAYER,
@@ -139,16 +163,18 @@ TABLES: dict[str, Table] = {
         },
     ),
 }
-"""By `model_type`: the stack of layers, names in a layer (modules, `{}` for an expert), and names outside."""
+"""By `model_type`: the stack of layers, names in a layer (of modules, `{}` for an expert, or tensors), and outside."""
 
 
-def hugging_face_name(name: str, model_type: str) -> str | None:
+def hugging_face_name(name: str, model_type: str, layers: int) -> str | None:
     """The name in transformers' files of a tensor with split matrices; None if the family has no such tensor.
 
     `name` is Megatron core's, with `self_attention.q`, `.k`, `.v` (or `.qkv`) and `mlp.gate`, `.up` after a split.
+    Layers that predict later tokens follow the `layers` of the model, as in DeepSeek-V3 and GLM-4.5.
     """
     stack, layer, outside = TABLES.get(model_type, LLAMA_TABLE)
-    if not (match := LAYER.fullmatch(name)):
+    more = MTP_LAYER.fullmatch(name)
+    if not (match := more or LAYER.fullmatch(name)):
         return next(
             (
                 target + name.removeprefix(own)
@@ -157,14 +183,15 @@ def hugging_face_name(name: str, model_type: str) -> str | None:
             ),
             None,
         )
+    number = int(match[1]) + (layers if more else 0)
+    if match[2] in layer:
+        return f"{stack}.{number}.{layer[match[2]]}"
     module, _, kind = match[2].rpartition(".")
-    if module == "mlp.shared_experts" and kind == "gate_weight":
-        module, kind = "mlp.shared_experts.gate_weight", "weight"
     expert = re.search(r"(?<=\.experts\.)\d{1,9}(?=\.)", module)
     template = re.sub(r"(?<=\.experts\.)\d{1,9}(?=\.)", "{}", module)
     if kind not in ("weight", "bias") or template not in layer:
         return None
-    return f"{stack}.{match[1]}.{layer[template].format(expert[0] if expert else '')}.{kind}"
+    return f"{stack}.{number}.{layer[template].format(expert[0] if expert else '')}.{kind}"
 
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"

@@ -173,10 +173,10 @@ def test_fewer_layers_than_the_arguments_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"multi_latent_attention": True}, "multi_latent_attention"),
         ({"spec": ["my.module", "layer_spec"]}, "spec"),
         ({"squared_relu": True}, "squared_relu"),
-        ({"moe_router_score_function": "sigmoid"}, "moe_router_score_function"),
+        ({"moe_router_score_function": "tanh"}, "moe_router_score_function"),
+        ({"moe_router_topk_scaling_factor": 2.5}, "moe_router_topk_scaling_factor"),
         ({"position_embedding_type": "yarn"}, "position_embedding_type"),
         ({"normalization": "ScaleNorm"}, "normalization"),
         ({"no_rope_freq": 4}, "no_rope_freq"),
