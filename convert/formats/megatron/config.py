@@ -273,8 +273,10 @@ def _latent_scaling(arguments: Arguments) -> dict[str, Any]:
     Before core 0.14, whose arguments have no `rope_type`, the trained length was `max_position_embeddings`, now 4096,
     and the scores were scaled by `mscale`, now by `mscale_all_dim`.
     """
-    factor = arguments.number("rotary_scaling_factor", default=1)
-    if arguments.word("rope_type", "yarn") == "rope" or factor == 1:
+    factor, kind = arguments.number("rotary_scaling_factor", default=1), arguments.word("rope_type", "yarn")
+    if kind not in ("rope", "yarn"):
+        raise arguments.unsupported("rope_type")
+    if kind == "rope" or factor == 1:
         return {}
     own, length = "original_max_position_embeddings", 4096
     scale, all_scale = (arguments.number(name, least=-1) for name in ("mscale", "mscale_all_dim"))

@@ -81,9 +81,10 @@ def sigmoid_experts(arguments: Arguments) -> dict[str, Any]:
     size, chosen = arguments.count("moe_ffn_hidden_size", default=inner), arguments.count("moe_router_topk", default=2)
     shared = arguments.count("moe_shared_expert_intermediate_size")
     groups, best = (arguments.count(name, default=1) for name in ("moe_router_num_groups", "moe_router_group_topk"))
-    dense = dense_layers(arguments)
+    dense, experts = dense_layers(arguments), arguments.count("num_experts")
     _check_balance(arguments)
     for name, differs in {
+        "moe_router_num_groups": experts % groups != 0 or experts // groups < 2,
         "moe_router_group_topk": groups > 1 and chosen // best != 2,
         "moe_shared_expert_intermediate_size": shared % size != 0,
         "moe_shared_expert_gate": arguments.flag("moe_shared_expert_gate"),
@@ -93,7 +94,7 @@ def sigmoid_experts(arguments: Arguments) -> dict[str, Any]:
             raise arguments.unsupported(name)
     return {
         "moe_intermediate_size": size,
-        "n_routed_experts": arguments.count("num_experts"),
+        "n_routed_experts": experts,
         "n_shared_experts": shared // size,
         "num_experts_per_tok": chosen,
         "first_k_dense_replace": len(dense),

@@ -195,6 +195,8 @@ def test_scaling_of_positions(changes: dict[str, Any], expected: dict[str, Any] 
     ("changes", "named"),
     [
         ({"moe_router_topk": 4, "moe_router_group_topk": 1}, "moe_router_group_topk"),
+        ({"moe_router_num_groups": 3}, "moe_router_num_groups"),
+        ({"rope_type": "dynamic"}, "rope_type"),
         ({"moe_shared_expert_intermediate_size": 12}, "moe_shared_expert_intermediate_size"),
         ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate"),
         ({"moe_layer_freq": [1, 0, 1, 1]}, "moe_layer_freq"),
