@@ -22,8 +22,8 @@ from llmconv.convert.algebra import HEAD_LIMIT
 from llmconv.convert.formats.megatron.experts import (
     LAYER_LIMIT,
     Arguments,
+    grouped_experts,
     has_sigmoid,
-    sigmoid_experts,
     softmax_experts,
 )
 from llmconv.convert.models.config_file import updated
@@ -39,7 +39,8 @@ def check_arguments(arguments: Arguments, *, described: bool, old: bool) -> list
     With `described` the user gives the model's `config.json`, so unknown arguments are only reported; `old` is a model
     of before Megatron core.
     """
-    read = (LATENT if arguments.flag("multi_latent_attention") else ()) + (SIGMOID if has_sigmoid(arguments) else ())
+    latent, sigmoid = arguments.flag("multi_latent_attention"), has_sigmoid(arguments)
+    read = (LATENT if latent else ()) + (SIGMOID if sigmoid else ()) + (GROUPED if latent or sigmoid else ())
     for name, allowed in (NEUTRAL | (OLD_MODEL if old else {})).items():
         if name not in read and not _is_one_of(arguments.values.get(name), allowed):
             raise arguments.unsupported(name)
@@ -93,12 +94,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 `rotary_seq_len_interpolation_factor` is here since Megatron-LM's own models ignore it from core 0.6 to 0.18 only.
 """
 
-# Those of `NEUTRAL` that a family with latent attention, and one whose router has sigmoids, reads
+# Those of `NEUTRAL` that families read with latent attention, with a router of sigmoids, and with either
 LATENT = ("multi_latent_attention", "rope_type", "rotary_scaling_factor")
-SIGMOID = (
-    *("moe_router_enable_expert_bias", "moe_router_group_topk", "moe_router_num_groups"),
-    *("moe_router_score_function", "moe_router_topk_scaling_factor"),
-)
+SIGMOID = ("moe_router_enable_expert_bias", "moe_router_score_function")
+GROUPED = ("moe_router_group_topk", "moe_router_num_groups", "moe_router_topk_scaling_factor")
 
 # Arguments that the model of before Megatron core ignores, and the values with which that makes no difference
 OLD_MODEL: dict[str, tuple[Any, ...]] = {"rotary_base": (None, 10000), "rotary_interleaved": OFF}
@@ -227,11 +226,11 @@ def _gated(arguments: Arguments, family: Family) -> dict[str, Any]:
     elif rotary_percent(arguments) != 1:
         raise arguments.unsupported("rotary_percent")
     if family.latent:
-        return _latent(arguments) | sigmoid_experts(arguments)
+        return _latent(arguments) | grouped_experts(arguments)
     config |= {"num_key_value_heads": query_groups(arguments), "head_dim": head_dim(arguments)}
     if family.sigmoid:
         own = {"attention_bias": arguments.flag("add_qkv_bias"), "use_qk_norm": arguments.flag("qk_layernorm")}
-        return config | own | sigmoid_experts(arguments)
+        return config | own | grouped_experts(arguments)
     if family.window:
         config["sliding_window"] = window_of(arguments)
     if family.model_type in ("llama", "qwen3", "qwen3_moe"):
@@ -399,6 +398,7 @@ FAMILIES = (  # in this order; the first that fits is taken unless `--config` na
     Family("qwen2_moe", qkv_bias=True, experts=True, shared=True),
     Family("qwen3_moe", qk_norm=True, experts=True),
     Family("glm4_moe", experts=True, shared=True, sigmoid=True, mtp=True, either=("qkv_bias", "qk_norm")),
+    Family("deepseek_v2", qk_norm=True, experts=True, shared=True, latent=True),
     Family("deepseek_v3", qk_norm=True, experts=True, shared=True, latent=True, sigmoid=True, mtp=True),
     Family("gpt_neox", rms=False, gated=False, bias=True, qkv_bias=True),
     Family("gpt2", rope=False, rms=False, gated=False, bias=True, qkv_bias=True),
@@ -566,11 +566,11 @@ def arguments_of(config: Mapping[str, Any], source: str) -> Arguments:
         "qk_layernorm": family.qk_norm or fields.get("use_qk_norm") is True,
         "bias_gelu_fusion": fields.get("activation_function", fields.get("hidden_act", "")) != "gelu",
         "moe_router_pre_softmax": fields.get("norm_topk_prob", True) is False,
-        "moe_shared_expert_gate": family.shared and not family.sigmoid,
+        "moe_shared_expert_gate": family.shared and not (family.latent or family.sigmoid),
         "untie_embeddings_and_output_weights": not fields.get("tie_word_embeddings", not family.rope),
         "window_size": (window - 1, 0) if family.window and isinstance(window, int) and window > 0 else None,
     }
-    if family.sigmoid:
+    if family.latent or family.sigmoid:
         words = ("moe_intermediate_size", "n_shared_experts", "num_hidden_layers", "first_k_dense_replace")
         size, shared, layers, dense = (
             value if type(value := fields.get(name, 0)) is int and 0 <= value < LAYER_LIMIT * HEAD_LIMIT else 0
@@ -579,7 +579,8 @@ def arguments_of(config: Mapping[str, Any], source: str) -> Arguments:
         made |= {
             "multi_latent_attention": family.latent,
             "rope_type": "rope",  # the user's fields say how positions are scaled
-            "moe_router_score_function": "sigmoid",
+            "moe_router_score_function": "sigmoid" if family.sigmoid else "softmax",
+            "moe_router_pre_softmax": not family.sigmoid,
             "moe_shared_expert_intermediate_size": size * shared,
             "moe_layer_freq": [int(layer >= dense) for layer in range(min(layers, LAYER_LIMIT))],
         }

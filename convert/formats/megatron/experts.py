@@ -71,13 +71,13 @@ def has_sigmoid(arguments: Arguments) -> bool:
     return arguments.values.get("moe_router_score_function") == "sigmoid"
 
 
-def sigmoid_experts(arguments: Arguments) -> dict[str, Any]:
-    """Fields of a mixture as in DeepSeek-V3 and GLM-4.5; UnsupportedInput for what its router does otherwise.
+def grouped_experts(arguments: Arguments) -> dict[str, Any]:
+    """Fields of a mixture as in DeepSeek and GLM-4.5; UnsupportedInput for what its router does otherwise.
 
-    Megatron chooses groups of experts by the sum of their `moe_router_topk // moe_router_group_topk` highest scores,
-    transformers by that of two.
+    Megatron chooses groups of experts by the sum of their `moe_router_topk // moe_router_group_topk` highest scores;
+    transformers by that of two, or with a softmax (DeepSeek-V2) by the highest, and without normalizing.
     """
-    inner = arguments.count("ffn_hidden_size")
+    inner, sigmoid = arguments.count("ffn_hidden_size"), has_sigmoid(arguments)
     size, chosen = arguments.count("moe_ffn_hidden_size", default=inner), arguments.count("moe_router_topk", default=2)
     shared = arguments.count("moe_shared_expert_intermediate_size")
     groups, best = (arguments.count(name, default=1) for name in ("moe_router_num_groups", "moe_router_group_topk"))
@@ -85,7 +85,8 @@ def sigmoid_experts(arguments: Arguments) -> dict[str, Any]:
     _check_balance(arguments)
     for name, differs in {
         "moe_router_num_groups": experts % groups != 0 or experts // groups < 2,
-        "moe_router_group_topk": groups > 1 and chosen // best != 2,
+        "moe_router_group_topk": groups > 1 and chosen // best != (2 if sigmoid else 1),
+        "moe_router_pre_softmax": not sigmoid and not arguments.flag("moe_router_pre_softmax"),
         "moe_shared_expert_intermediate_size": shared % size != 0,
         "moe_shared_expert_gate": arguments.flag("moe_shared_expert_gate"),
         "moe_layer_freq": dense != list(range(len(dense))),
@@ -100,8 +101,9 @@ def sigmoid_experts(arguments: Arguments) -> dict[str, Any]:
         "first_k_dense_replace": len(dense),
         "n_group": groups,
         "topk_group": best if groups > 1 else 1,
-        "norm_topk_prob": chosen > 1,
+        "norm_topk_prob": sigmoid and chosen > 1,
         "routed_scaling_factor": arguments.number("moe_router_topk_scaling_factor", default=1),
+        **({} if sigmoid else {"topk_method": "group_limited_greedy" if groups > 1 else "greedy"}),
     }
 
 

@@ -246,9 +246,9 @@ FORMAT = Format(
     sign=Sign(keys=(save_folder.VERSION_KEY,)),
     open=_open,
     peek=lambda path: (run := _find(path)).state(Arguments(run.stored, run.source)).tensors,
-    covers="GPT-2, Llama 1 to 3, Mistral, Mixtral, Qwen 2, 2.5 and 3 (with experts, too), GPT-NeoX, DeepSeek-V3 and "
-    "GLM-4.5 with their heads of later tokens; ranks in any grid of tensor, pipeline, virtual and expert parallelism; "
-    "the run's arguments give `config.json`",
+    covers="GPT-2, Llama 1 to 3, Mistral, Mixtral, Qwen 2, 2.5 and 3 (with experts, too), GPT-NeoX, DeepSeek-V2 and "
+    "V3, GLM-4.5 with experts, with heads of later tokens; ranks in any grid of tensor, pipeline, virtual and expert "
+    "parallelism; the run's arguments give `config.json`",
 )
 
 

@@ -142,7 +142,7 @@ LLAMA_TABLE: Table = (
 TABLES: dict[str, Table] = {
     "mixtral": ("model.layers", MIXTRAL_LAYER, LLAMA_TABLE[2]),
     "glm4_moe": ("model.layers", GLM_LAYER, LLAMA_TABLE[2]),
-    "deepseek_v3": ("model.layers", DEEPSEEK_LAYER, LLAMA_TABLE[2]),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), ("model.layers", DEEPSEEK_LAYER, LLAMA_TABLE[2])),
     "gpt_neox": (
         "gpt_neox.layers",
         NEOX_LAYER,

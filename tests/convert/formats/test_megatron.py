@@ -35,6 +35,7 @@ from tests.builders.torch_states import FIXTURES
 
 FOLDER = FIXTURES / "megatron"
 CASES = {
+    "deepseek_v2_tp2": "deepseek_v2",
     "deepseek_v3_tp2_ep2": "deepseek_v3",
     "glm4_moe_torch_dist": "glm4_moe",
     "gpt2_tp2": "gpt2",
@@ -58,7 +59,7 @@ def words(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.slow_rows("glm4_moe_torch_dist", "gpt2_tp2", "mixtral_torch_dist", "qwen3_moe_tp2_ep2")
+@pytest.mark.slow_rows("deepseek_v2_tp2", "glm4_moe_torch_dist", "gpt2_tp2", "mixtral_torch_dist", "qwen3_moe_tp2_ep2")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_megatron(tmp_path: Path, words: Path, logits_of: Callable[..., Any], case: str) -> None:
     to_hf(FOLDER / case, tmp_path / "hf", config=[words])

@@ -191,6 +191,23 @@ def test_scaling_of_positions(changes: dict[str, Any], expected: dict[str, Any] 
     assert found == expected
 
 
+V2 = {
+    "moe_router_score_function": "softmax",
+    "moe_router_pre_softmax": True,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+}
+"""The router of DeepSeek-V2: the highest probabilities as they are."""
+
+
+def test_a_softmax_before_choosing_is_deepseek_v2() -> None:
+    found = config_of(deepseek(**V2))
+    assert (found["model_type"], found["topk_method"], found["norm_topk_prob"]) == ("deepseek_v2", "greedy", False)
+    grouped = config_of(deepseek(**V2 | {"moe_router_num_groups": 2, "moe_router_group_topk": 2}))
+    assert (grouped["topk_method"], grouped["topk_group"]) == ("group_limited_greedy", 2)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -204,6 +221,8 @@ def test_scaling_of_positions(changes: dict[str, Any], expected: dict[str, Any] 
         ({"rotary_interleaved": True}, "rotary_interleaved"),
         ({"rotary_percent": 0.5}, "rotary_percent"),
         ({"rope_type": ..., "mscale": 0.5}, "mscale"),
+        (V2 | {"moe_router_pre_softmax": False}, "moe_router_pre_softmax"),
+        (V2 | {"moe_router_num_groups": 2, "moe_router_group_topk": 1}, "moe_router_group_topk"),
     ],
     ids=str,
 )
