@@ -92,6 +92,8 @@ def command(model: str, as_json: bool, **given: Any) -> None:
     if is_embedder:
         refuse_given(OF_TEXTS)
     given["adapter"], adapters = options.adapters_of(given.pop("adapters"))
+    if not given["name"] and (repository := options.repository_of(model)):
+        given["name"] = repository
     model = options.with_graphs(model, given) if not adapters and not is_embedder else model
     given.pop("first_export", None)
     settings = ServerSettings(**options.without_running(given), adapters=adapters)

@@ -159,6 +159,25 @@ def snapshot_home(path: Path) -> Path | None:
     return next((home for one, home in pairs if one.name == "snapshots" and home.name.startswith("models--")), None)
 
 
+def model_name(folder: Path) -> str:
+    """What people call the model in a folder: the folder's name, but in a hub's cache that of the repository.
+
+    A snapshot there is a folder named by its commit, or `master` (ModelScope, whose older caches have `Qwen2___5-7B`
+    with a link `Qwen2.5-7B` to it).
+    """
+    path = folder.resolve()
+    home = path.parent.parent.name if path.parent.name == "snapshots" else ""
+    repository = home.rpartition("--")[2] if "--" in home else ""
+    dotted = path.with_name(path.name.replace("___", ".")) if path.name else path
+    return repository or (dotted if dotted.is_symlink() else path).name
+
+
+def export_command(folder: Path, options: str = "") -> str:
+    """`llmconv export` of a folder; into a new one where it is a download, or in the hub's cache."""
+    is_fetched = snapshot_home(folder) is not None or str(folder) in _addresses
+    return f"llmconv export {word(folder)}{options}" + (" -o OUT" if is_fetched else "")
+
+
 def source_name(path: Path) -> str:
     """The name of an input: `org/name@commit[/folder]` in the hub's cache, else the last part of its path."""
     if (home := snapshot_home(path)) is None:
