@@ -356,14 +356,18 @@ def _follow_added(found: Any) -> None:
     if type(getattr(backend, "decoder", None)).__name__ != "ByteLevel":
         return
     added = {number: one for number, one in backend.get_added_tokens_decoder().items() if not one.content.isascii()}
-    texts = {
-        number: (one.content, one.special)
-        for number, one in added.items()
-        if backend.model.token_to_id(one.content) is None  # else it is bytes for the model
-        and backend.decode([number], skip_special_tokens=False) != one.content
-    }
+    odd = {at: one for at, one in added.items() if backend.decode([at], skip_special_tokens=False) != one.content}
+    bytes_too = {one.content for one in odd.values()} & _made_of_bytes(backend) if odd else set()
+    texts = {number: (one.content, one.special) for number, one in odd.items() if one.content not in bytes_too}
     if texts:
         found._decode = partial(_decode_around, found._decode, texts)
+
+
+def _made_of_bytes(backend: Any) -> set[str]:
+    """The tokens that the words of a text become: single letters, and what merges make of them."""
+    model = json.loads(backend.to_str())["model"]
+    merges = ("".join(one if isinstance(one, list) else one.split(" ")) for one in model.get("merges", ()))
+    return {*merges, *(text for text in model.get("vocab", ()) if len(text) == 1)}
 
 
 def _decode_around(

@@ -110,21 +110,21 @@ def test_an_added_token_is_its_own_text(steps: str, name: str | None, tmp_path: 
     file = trained_file(steps, tmp_path)
     new = [one for one in ADDED if file.token_to_id(one) is None]  # others are bytes
     file.add_tokens([AddedToken(one, normalized=False, special=one == "<x>") for one in new])
-    file.save(str(tmp_path / "tokenizer.json"))
+    content = json.loads(file.to_str())
+    if name is None:  # as read from a GGUF file
+        content["model"]["vocab"] |= {one: file.token_to_id(one) for one in new}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name} if name else {}))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     found, ids = load_tokenizer(tmp_path), [file.token_to_id(one) for one in new]
     shown = [one for one in new if one != "<x>"]
     assert len(new) > 6 and TokenDecoder(found)(ids) == "".join(shown)
     assert found.decode(ids, clean_up_tokenization_spaces=False) == "".join(new)
-    stream = TextStream(TokenDecoder(found))
-    words = found("we need", add_special_tokens=False)["input_ids"]
+    if steps == "llama2":  # a text begins without the space of its first word
+        return
+    stream, words = TextStream(TokenDecoder(found)), found("we need", add_special_tokens=False)["input_ids"]
     pieces = [stream.push(one) for at in ids for one in (*words, at)]
-    text = TokenDecoder(found)(words)
-    assert (
-        "".join(pieces) + stream.close() == "".join(f"{text}{one}".replace("<x>", "") for one in new)
-        or steps == "llama2"
-    )
+    assert "".join(pieces) + stream.close() == "".join(f"we need{one}" for one in new).replace("<x>", "")
 
 
 ENDS: dict[str, tuple[dict[str, bool], list[str], list[str]]] = {
