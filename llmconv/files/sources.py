@@ -152,6 +152,16 @@ def cached(address: HubAddress) -> Path | None:
     return path if path.exists() else None
 
 
+def cached_model(name: str) -> Path | None:
+    """The folder of a hub id in the hub's cache if it has a configuration, which messages name by the id; else None."""
+    address = hub_address(name)
+    kept = cached(address)
+    if kept is None or not (kept / "config.json").is_file():
+        return None
+    _addresses[str(kept)] = str(address)
+    return kept
+
+
 def snapshot_home(path: Path) -> Path | None:
     """The folder `models--org--name` of the hub's cache whose snapshots contain `path`, None outside the cache."""
     above = [path, *path.parents]

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 
-from llmconv.addresses import hub_address, is_hub_address
+from llmconv.addresses import is_hub_address
 from llmconv.causal_lm import language_config, length_switch, require_causal_folder
 from llmconv.checkpoint import (
     has_weights,
@@ -37,14 +37,16 @@ from llmconv.errors import InputRefused, LlmconvError, MalformedInput, Unsupport
 from llmconv.files.paths import kind_of, path_of
 from llmconv.files.safe_folder import UNFINISHED, unfinished_folder, user_cache
 from llmconv.files.sources import (
-    cached,
+    cached_model,
     export_command,
+    fetches,
     files_near,
     files_under,
     is_hub_id,
     local_path,
     model_name,
     snapshot_home,
+    with_addresses,
 )
 from llmconv.memory import available_memory
 from llmconv.not_a_model_folder import refused_model
@@ -138,10 +140,7 @@ def from_hub_cache(model: Any) -> Path | None:
     """
     if is_hub_address(model):
         return local_path(model)
-    if not is_hub_id(model):
-        return None
-    kept = cached(hub_address(str(model)))
-    return kept if kept and (kept / "config.json").is_file() else local_path(model)
+    return (cached_model(str(model)) or local_path(model)) if is_hub_id(model) else None
 
 
 DTYPES = ("float32", "float16", "bfloat16")  # dtypes of the eager model
@@ -493,6 +492,7 @@ LIBRARIES = ("transformers", "torch", "onnx", "onnx-ir")  # that decide what an 
 COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 
 
+@fetches
 def graphs_in_cache(folder: Path) -> Path | None:
     """The folder in the cache with the graphs of a model folder or a training checkpoint, made if it is missing.
 
@@ -510,14 +510,14 @@ def graphs_in_cache(folder: Path) -> Path | None:
         raise
     entries = cache / hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
     entry = entries / _identity(folder)
-    made = _made_in(entry, model_name(folder) or "model")
+    made, shown = _made_in(entry, model_name(folder) or "model"), with_addresses(str(folder))
     if made.is_dir():
-        say(f"`{folder}` has no graphs; those of an earlier run are in `{made}`")
+        say(f"`{shown}` has no graphs; those of an earlier run are in `{made}`")
         return made
     if kind:
-        say(f"`{folder}` is a training checkpoint (`{kind}`): converting and exporting it once, into `{made}`")
+        say(f"`{shown}` is a training checkpoint (`{kind}`): converting and exporting it once, into `{made}`")
     else:
-        say(f"`{folder}` has no graphs: exporting them once, into `{made}`, which links the weights and copies none")
+        say(f"`{shown}` has no graphs: exporting them once, into `{made}`, which links the weights and copies none")
     try:
         entries.mkdir(parents=True, exist_ok=True, mode=0o700)
         with unfinished_folder(entries) as unfinished:

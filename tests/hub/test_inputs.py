@@ -229,7 +229,7 @@ def test_a_folder_of_checkpoints_next_to_one_is_a_checkpoint(client: Client, mod
 @pytest.mark.slow
 def test_messages_name_the_address_and_not_the_cache(client: Client, model: Path) -> None:
     upload(client.hub.repository("org/name"), model, "inner/")
-    done = client.run("generate", "hf://org/name/inner", "--prompt", "Once")
+    done = client.run("generate", "hf://org/name/inner", "--prompt", "Once", "--no-export")
     assert done.returncode == 3
     assert "`hf://org/name/inner` has no graphs" in done.stderr
     assert "run `llmconv export hf://org/name/inner -o OUT`" in done.stderr
