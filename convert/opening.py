@@ -370,7 +370,7 @@ def _explain_folder(folder: Path) -> LlmconvError:
 def _explain_run(folder: Path) -> LlmconvError | None:
     """The error for a folder of a run, whose checkpoints are folders in it."""
     inner = [entry for entry in sorted(folder.iterdir())[:NESTED] if entry.is_dir()]
-    kinds = {entry: kind.name for entry in inner if (kind := detect(entry))}
+    kinds = {entry: kind.name for entry in inner if (kind := recognized(entry)[1])}
     if not kinds:
         return None
     words = [f"`{entry.name}` (`{kind}`)" for entry, kind in kinds.items()]

@@ -71,6 +71,11 @@ def parse_address(text: str) -> StoreAddress:
     if not found or not scheme:
         raise InputRefused("not an address in an object store", hint=f"addresses begin with {', '.join(SCHEMES)}")
     bucket, key = found["bucket"], found["key"].strip("/")
+    if odd := next((sign for sign in "?#" if sign in key), ""):
+        raise InputRefused(
+            f"an address of `{scheme}://` contains no query and no fragment, so no path with `{odd}` can be given",
+            hint="copy what is there to another path, or to this machine; credentials belong into the environment",
+        )
     if ("@" in bucket and scheme not in WITH_HOST) or "?" in text or "#" in text or bucket.count("@") > 1:
         raise InputRefused(
             f"an address of `{scheme}://` contains a bucket and a path, no credentials and no query",

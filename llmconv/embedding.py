@@ -17,10 +17,10 @@ import numpy as np
 from llmconv.argument_checks import checked, require_least
 from llmconv.causal_lm import context_length, language_config
 from llmconv.checkpoint import is_model_folder, read_json
-from llmconv.errors import InputRefused, MalformedInput, OutputFailed, UsageProblem, short, word
+from llmconv.errors import InputRefused, MalformedInput, OutputFailed, UsageProblem, short
 from llmconv.files.paths import Written
 from llmconv.files.safe_folder import replace_file, require_parents
-from llmconv.files.sources import local_path
+from llmconv.files.sources import export_command, local_path
 from llmconv.not_a_model_folder import refused_model
 from llmconv.output.manifest import graph_entries, single_pass_entries
 from llmconv.progress import warn
@@ -61,7 +61,7 @@ class Embedder:
             if not is_model_folder(home):
                 raise refused_model(home)
             problem = f"`{home}` has no graph that returns embeddings, classes or scores"
-            raise InputRefused(problem, hint=f"make one with `llmconv export {word(home)} --task embed`")
+            raise InputRefused(problem, hint=f"make one with `{export_command(home, ' --task embed')}`")
         entry = entries[0]
         self.role, self.rules = entry.role, TextRules.of(home)
         self._graph = SinglePassGraph(home / entry.files[0], settings)

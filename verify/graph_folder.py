@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import onnx
 
 from llmconv.causal_lm import require_causal_folder
-from llmconv.errors import InputRefused, MalformedInput, word
+from llmconv.errors import InputRefused, MalformedInput
+from llmconv.files.sources import export_command, source_name
 from llmconv.output.manifest import EMBEDDINGS, VISION, GraphEntry, graph_entries, mtp_entry, single_pass_entries
 from llmconv.runtime.onnxruntime.graph import has_vision
 from llmconv.runtime.onnxruntime.guard import is_external, load_guarded, refill, rename
@@ -59,13 +60,11 @@ class GraphFolder:
 
         entries, single = graph_entries(path), single_pass_entries(path)
         if not entries and not single:
-            raise InputRefused(
-                f"no graphs in `{require_model(path)}`", hint=f"make them: `llmconv export {word(path)}`"
-            )
+            raise InputRefused(f"no graphs in `{require_model(path)}`", hint=f"make them: `{export_command(path)}`")
         model = require_weights(path, [*entries, *single][0], reference or recorded_reference(path))
         if entries:
             require_causal_folder(model)
-        report.reference = model.name
+        report.reference = source_name(model)
         unseeing = () if has_vision(path) else image_inputs_of(model)
         entries = [replace(entry, fixed_inputs=(*entry.fixed_inputs, *unseeing)) for entry in entries]
         session = replace(session, settings=replace(session.settings, extra_inputs=partial(extra_inputs_of, model)))

@@ -20,11 +20,11 @@ from typing import Any
 
 from llmconv.argument_checks import checked, require_least, require_threads
 from llmconv.causal_lm import context_length
-from llmconv.errors import Inconclusive, InputRefused, UsageProblem, word
+from llmconv.errors import Inconclusive, InputRefused, UsageProblem
 from llmconv.files.copying import cores
 from llmconv.files.paths import Written, path_of
 from llmconv.files.safe_folder import replace_file
-from llmconv.files.sources import fetches, is_remote, local_path, snapshot_home, source_name
+from llmconv.files.sources import export_command, fetches, is_remote, local_path, snapshot_home, source_name
 from llmconv.interpreters import child_environment, script_command
 from llmconv.runtime.onnxruntime.session_file import CONFIG, read_genai_config
 from llmconv.runtime.onnxruntime.session_settings import provider_name, short_provider
@@ -360,7 +360,7 @@ def _hint(candidate: BenchCandidate) -> str:
     kind = candidate.kind
     packages = {"genai": "onnxruntime-genai", "optimum": "optimum-onnx", "torch": "transformers"}
     if kind not in packages:
-        return f"export the graphs: `llmconv export {word(candidate.folder)}`"
+        return f"export the graphs: `{export_command(candidate.folder)}`"
     layout = f", and export with `llmconv export … --layout {kind}`" if kind != "torch" else ""
     return f"`pip install {packages[kind]}` here, or give `--python {kind}=PATH` of a Python that has it{layout}"
 

@@ -18,6 +18,7 @@ from llmconv.cli import options
 from llmconv.cli.command_group import Command, Terminated
 from llmconv.cli.options import option
 from llmconv.errors import LlmconvError, printable
+from llmconv.files.sources import model_name
 from llmconv.progress import say
 
 
@@ -42,7 +43,7 @@ def command(model: str, system: str, template: str, as_json: bool, **given: Any)
     opened = opener(options.with_graphs(model, given), cast(Any, given))()
     picked = options.settings(options.without_running(given))
     settings = opened.defaults.but(eos_token_id=opened.chat_ends).but(**picked)
-    talk(Chat(opened, settings, template=template, system=system), opened.folder.resolve().name, as_json)
+    talk(Chat(opened, settings, template=template, system=system), model_name(opened.folder), as_json)
 
 
 if TYPE_CHECKING:

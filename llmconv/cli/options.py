@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from llmconv.addresses import HubAddress, StoreAddress
+from llmconv.addresses import HubAddress, StoreAddress, hub_address, is_hub_address
 from llmconv.argument_checks import ELEMENT_TYPES
-from llmconv.errors import UsageProblem, printable
+from llmconv.errors import InputRefused, UsageProblem, printable
 from llmconv.files.paths import output_path, output_place
 from llmconv.progress import set_quiet
 
@@ -490,6 +490,13 @@ def without_running(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in OF_RUNNING}
 
 
+def repository_of(model: str) -> str:
+    """The `org/name` of a model of the Hub, by which its clients call it; empty for anything else."""
+    from llmconv.files.sources import is_hub_id
+
+    return hub_address(model).repository if is_hub_address(model) or is_hub_id(model) else ""
+
+
 def with_graphs(model: str, given: dict[str, Any]) -> str:
     """The model, or the folder in the cache with its graphs, as for `speculate`; takes `first_export` out."""
     wanted = given.pop("first_export")
@@ -497,10 +504,14 @@ def with_graphs(model: str, given: dict[str, Any]) -> str:
     if (smaller := given.get("speculate")) not in (None, "", "lookup", "mtp", "off"):
         same = {name: given[name] for name in ("backend", "trust_remote_code")}
         given["speculate"] = with_graphs(smaller, {**dict.fromkeys(others), **same, "first_export": wanted})
-    if not wanted or given["backend"] != "onnx" or any(given[name] for name in others) or not Path(model).exists():
+    if not wanted or given["backend"] != "onnx" or any(given[name] for name in others):
         return model
-    from llmconv.generation.runners import graphs_in_cache
+    from llmconv.generation.runners import from_hub_cache, graphs_in_cache
 
-    if made := graphs_in_cache(Path(model)):
+    folder = Path(model) if Path(model).exists() else None
+    with suppress(InputRefused):  # what opens the model says more: of its options, too, and of a misspelled word
+        folder = folder or from_hub_cache(model)
+    if folder and (made := graphs_in_cache(folder)):
         click.get_current_context().meta.setdefault(MADE, {})[str(made)] = model
-    return str(made) if made else model
+        return str(made)
+    return model

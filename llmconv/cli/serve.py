@@ -39,7 +39,7 @@ def refuse_given(names: Sequence[str]) -> None:
 @click.argument("model", metavar="FOLDER")
 @option("--host", "Address to listen on.", str, default="127.0.0.1")
 @option("--port", "0 for any free port.", click.IntRange(0, 65535), show_default=True, default=8000)
-@option("--name", "Model name shown to clients. Default: the folder's name.", str, default="")
+@option("--name", "Model name shown to clients. Default: the folder's name, or the Hub's `org/name`.", str, default="")
 @option("--parallel", "Answers generated at a time.", click.IntRange(1), show_default=True, default=16)
 @option("--queue", "Further requests that wait.", click.IntRange(0), show_default=True, default=32)
 @option(
@@ -92,6 +92,8 @@ def command(model: str, as_json: bool, **given: Any) -> None:
     if is_embedder:
         refuse_given(OF_TEXTS)
     given["adapter"], adapters = options.adapters_of(given.pop("adapters"))
+    if not given["name"] and (repository := options.repository_of(model)):
+        given["name"] = repository
     model = options.with_graphs(model, given) if not adapters and not is_embedder else model
     given.pop("first_export", None)
     settings = ServerSettings(**options.without_running(given), adapters=adapters)

@@ -152,11 +152,40 @@ def cached(address: HubAddress) -> Path | None:
     return path if path.exists() else None
 
 
+def cached_model(name: str) -> Path | None:
+    """The folder of a hub id in the hub's cache if it has a configuration, which messages name by the id; else None."""
+    address = hub_address(name)
+    kept = cached(address)
+    if kept is None or not (kept / "config.json").is_file():
+        return None
+    _addresses[str(kept)] = str(address)
+    return kept
+
+
 def snapshot_home(path: Path) -> Path | None:
     """The folder `models--org--name` of the hub's cache whose snapshots contain `path`, None outside the cache."""
     above = [path, *path.parents]
     pairs = zip(above[1:], above[2:], strict=False)
     return next((home for one, home in pairs if one.name == "snapshots" and home.name.startswith("models--")), None)
+
+
+def model_name(folder: Path) -> str:
+    """What people call the model in a folder: the folder's name, but in a hub's cache that of the repository.
+
+    A snapshot there is a folder named by its commit, or `master` (ModelScope, whose older caches have `Qwen2___5-7B`
+    with a link `Qwen2.5-7B` to it).
+    """
+    path = folder.resolve()
+    home = path.parent.parent.name if path.parent.name == "snapshots" else ""
+    repository = home.rpartition("--")[2] if "--" in home else ""
+    dotted = path.with_name(path.name.replace("___", ".")) if path.name else path
+    return repository or (dotted if dotted.is_symlink() else path).name
+
+
+def export_command(folder: Path, options: str = "") -> str:
+    """`llmconv export` of a folder; into a new one where it is a download, or in the hub's cache."""
+    is_fetched = snapshot_home(folder) is not None or str(folder) in _addresses
+    return f"llmconv export {word(folder)}{options}" + (" -o OUT" if is_fetched else "")
 
 
 def source_name(path: Path) -> str:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx
 
-from llmconv.addresses import hub_address
+from llmconv.addresses import is_hub_address
 from llmconv.causal_lm import language_config, length_switch, require_causal_folder
 from llmconv.checkpoint import (
     has_weights,
@@ -36,7 +36,18 @@ from llmconv.checkpoint import (
 from llmconv.errors import InputRefused, LlmconvError, MalformedInput, UnsupportedInput, UsageProblem, first_line, word
 from llmconv.files.paths import kind_of, path_of
 from llmconv.files.safe_folder import UNFINISHED, unfinished_folder, user_cache
-from llmconv.files.sources import cached, files_near, files_under, is_hub_id, local_path
+from llmconv.files.sources import (
+    cached_model,
+    export_command,
+    fetches,
+    files_near,
+    files_under,
+    is_hub_id,
+    local_path,
+    model_name,
+    snapshot_home,
+    with_addresses,
+)
 from llmconv.memory import available_memory
 from llmconv.not_a_model_folder import refused_model
 from llmconv.output.manifest import MANIFEST, VISION, graph_entries, read_manifest, single_pass_entries
@@ -95,11 +106,8 @@ class ModelFiles:
         if isinstance(model, tuple | list):
             return cls._of_graphs(list(model))
         path = path_of(model, "model")
-        if is_hub_id(model):
-            kept = cached(hub_address(str(model)))
-            path = kept if kept and (kept / "config.json").is_file() else local_path(model)
-        elif not path.exists():
-            path = local_path(model)
+        if not path.exists():
+            path = from_hub_cache(model) or local_path(model)
         if not path.is_dir():
             return cls._of_graphs([path])
         require_causal_folder(path)
@@ -123,6 +131,16 @@ class ModelFiles:
             if path.suffix != ".onnx" or not path.is_file():
                 raise refused_model(path)
         return cls(graphs[0].parent, *graphs)
+
+
+def from_hub_cache(model: Any) -> Path | None:
+    """The folder of a model of the Hub, given by its name or address, fetched where it is not in the cache; else None.
+
+    Raises InputRefused as `local_path`.
+    """
+    if is_hub_address(model):
+        return local_path(model)
+    return (cached_model(str(model)) or local_path(model)) if is_hub_id(model) else None
 
 
 DTYPES = ("float32", "float16", "bfloat16")  # dtypes of the eager model
@@ -474,6 +492,7 @@ LIBRARIES = ("transformers", "torch", "onnx", "onnx-ir")  # that decide what an 
 COPIED = (".json", ".model", ".txt", ".jinja", ".tiktoken")
 
 
+@fetches
 def graphs_in_cache(folder: Path) -> Path | None:
     """The folder in the cache with the graphs of a model folder or a training checkpoint, made if it is missing.
 
@@ -491,14 +510,14 @@ def graphs_in_cache(folder: Path) -> Path | None:
         raise
     entries = cache / hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
     entry = entries / _identity(folder)
-    made = entry / (folder.resolve().name or "model")
+    made, shown = _made_in(entry, model_name(folder) or "model"), with_addresses(str(folder))
     if made.is_dir():
-        say(f"`{folder}` has no graphs; those of an earlier run are in `{made}`")
+        say(f"`{shown}` has no graphs; those of an earlier run are in `{made}`")
         return made
     if kind:
-        say(f"`{folder}` is a training checkpoint (`{kind}`): converting and exporting it once, into `{made}`")
+        say(f"`{shown}` is a training checkpoint (`{kind}`): converting and exporting it once, into `{made}`")
     else:
-        say(f"`{folder}` has no graphs: exporting them once, into `{made}`, which links the weights and copies none")
+        say(f"`{shown}` has no graphs: exporting them once, into `{made}`, which links the weights and copies none")
     try:
         entries.mkdir(parents=True, exist_ok=True, mode=0o700)
         with unfinished_folder(entries) as unfinished:
@@ -517,13 +536,20 @@ def graphs_in_cache(folder: Path) -> Path | None:
     return made
 
 
+def _made_in(entry: Path, name: str) -> Path:
+    """The folder with the graphs in an entry of the cache; made of the same files, it may have another name."""
+    return next(entry.iterdir(), entry / name) if entry.is_dir() else entry / name
+
+
 def _instead(folder: Path, kind: str) -> str:
     """The commands that make graphs of a model, or of a training checkpoint of a `kind`."""
     if kind == "gguf":
         return f"`llmconv export {word(folder)} -o OUT` makes graphs of it"
     if kind:
         return f"`llmconv to-hf {word(folder)} -o OUT` converts it, `llmconv export OUT` makes graphs"
-    return f"`llmconv export {word(folder)}` writes them next to the weights; or give `--backend torch`"
+    if snapshot_home(folder):
+        return f"`{export_command(folder)}` makes them; or give `--backend torch`"
+    return f"`{export_command(folder)}` writes them next to the weights; or give `--backend torch`"
 
 
 def _is_plain(folder: Path) -> bool:
@@ -580,7 +606,7 @@ def _export(folder: Path, made: Path) -> None:
         elif path.suffix in COPIED and path.name != MANIFEST and path.is_file():
             shutil.copyfile(own_file(folder, path.name), made / path.name)
     write_small(made, {name: content for name, content in read_side_files(folder).items() if "/" in name})
-    with _named(made, folder, _torch_instead(folder), f"llmconv export {word(folder)}"):
+    with _named(made, folder, _torch_instead(folder), export_command(folder)):
         export(made)
 
 
@@ -629,7 +655,7 @@ def _convert(path: Path, made: Path) -> None:
     from llmconv.files.gguf_file import holds_gguf  # noqa: PLC0415
 
     if holds_gguf(path):
-        with _named(made, path, TORCH_OF_FOLDER, f"llmconv export {word(path)}"):
+        with _named(made, path, TORCH_OF_FOLDER, export_command(path)):
             _export_gguf(path, made)
         return
     command = f"llmconv to-hf {word(path)} -o OUT"

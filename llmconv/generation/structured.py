@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import islice
 from typing import Any, TypeGuard
 
@@ -327,6 +327,7 @@ class Vocabulary:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise _not_bytes("has no tokenizer.json")
+        decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
         state = json.loads(backend.to_str())
         kinds = list(_kinds(state.get("decoder")))
         names = {kind["type"] for kind in kinds}
@@ -340,20 +341,20 @@ class Vocabulary:
         for token, text in found.items():
             if token in special:
                 texts[token] = special[token].encode("utf-8", "replace")
-            elif token in added and "ByteLevel" in names:
-                texts[token] = _unicode_bytes(text) if all(c in BYTES for c in text) else text.encode()
+            elif token in added and "ByteLevel" in names and decode([token]) == text:
+                texts[token] = text.encode()
             else:
                 texts[token] = _bytes_of(text, names, kinds, spaces)
         strips = "Metaspace" in names or any(kind["type"] == "Strip" and kind.get("start") for kind in kinds)
         made = cls(tuple(texts), frozenset(special), strips)
-        made._require_same_text(backend)
+        made._require_same_text(backend, decode)
         return made
 
-    def _require_same_text(self, backend: Any) -> None:
+    def _require_same_text(self, backend: Any, decode: Callable[[Sequence[int]], str]) -> None:
         for probe in ('{"a": [1, "b c"], "Zy": null}\n', "x é ✓ 語"):
             ids = [token for token in backend.encode(probe, add_special_tokens=False).ids if token not in self.special]
             joined = b"".join(self.texts[token] for token in ids).decode("utf-8", "replace")
-            if (joined[1:] if self.strips and joined.startswith(" ") else joined) != backend.decode(ids):
+            if (joined[1:] if self.strips and joined.startswith(" ") else joined) != decode(ids):
                 raise _not_bytes("joins tokens in another way")
 
 

@@ -12,9 +12,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,7 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False, *, way_out: st
         elif own is None and (folder / MODEL).is_file():
             _follow_model(found, folder)
         _follow_bytes(found)
+        _follow_added(found)
         return found
     except LlmconvError:
         raise
@@ -344,6 +346,48 @@ def _follow_bytes(found: Any) -> None:
     backend.decoder = ByteLevel()
 
 
+def _follow_added(found: Any) -> None:
+    """Gives added tokens of a byte-level tokenizer their own texts.
+
+    The decoder takes a token for bytes if all of its letters stand for bytes, also an added token, which is a text: the
+    last letter of `café` stands for the byte 0xE9, and became U+FFFD. transformers 4 had this in its fast tokenizers.
+    """
+    backend: Any = getattr(found, "backend_tokenizer", None)
+    if type(getattr(backend, "decoder", None)).__name__ != "ByteLevel":
+        return
+    added = {number: one for number, one in backend.get_added_tokens_decoder().items() if not one.content.isascii()}
+    odd = {at: one for at, one in added.items() if backend.decode([at], skip_special_tokens=False) != one.content}
+    bytes_too = {one.content for one in odd.values()} & _made_of_bytes(backend) if odd else set()
+    texts = {number: (one.content, one.special) for number, one in odd.items() if one.content not in bytes_too}
+    if texts:
+        found._decode = partial(_decode_around, found._decode, texts)
+
+
+def _made_of_bytes(backend: Any) -> set[str]:
+    """The tokens that the words of a text become: single letters, and what merges make of them."""
+    model = json.loads(backend.to_str())["model"]
+    merges = ("".join(one if isinstance(one, list) else one.split(" ")) for one in model.get("merges", ()))
+    return {*merges, *(text for text in model.get("vocab", ()) if len(text) == 1)}
+
+
+def _decode_around(
+    decode: Callable[..., str],
+    texts: Mapping[int, tuple[str, bool]],
+    token_ids: Any,
+    skip_special_tokens: bool = False,
+    **options: Any,
+) -> str:
+    """As `decode`, but for the tokens in `texts`: text, and whether it is special, by id."""
+    ids = [token_ids] if isinstance(token_ids, int) else token_ids
+    shown = [one for one in ids if one not in texts or not (skip_special_tokens and texts[one][1])]
+    return "".join(
+        "".join(texts[one][0] for one in run)
+        if is_added
+        else decode(list(run), skip_special_tokens=skip_special_tokens, **options)
+        for is_added, run in groupby(shown, texts.__contains__)
+    )
+
+
 def _state(step: Any) -> bytes:
     """A step of a tokenizer as JSON; empty for none."""
     return bytes(step.__getstate__()) if hasattr(step, "__getstate__") and step is not None else b""
@@ -477,8 +521,8 @@ class TokenDecoder:
 
 
 def _backend(tokenizer: Any) -> Any:
-    """The `tokenizers` object of a fast tokenizer whose class does not change decoding: it is faster per token."""
-    if "transformers" not in sys.modules:
+    """The `tokenizers` object of a fast tokenizer that does not change decoding: it is faster per token."""
+    if "transformers" not in sys.modules or "_decode" in vars(tokenizer):
         return None
     plain = sys.modules["transformers"].PreTrainedTokenizerFast
     if not isinstance(tokenizer, plain):

@@ -31,7 +31,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from llmconv.argument_checks import checked
 from llmconv.embedding import Embedder, embeds
 from llmconv.errors import OutputFailed, UsageProblem, printable
-from llmconv.files.sources import remove_downloads
+from llmconv.files.sources import model_name, remove_downloads
 from llmconv.generation import TextModel
 from llmconv.progress import say, warn
 from llmconv.runtime.onnxruntime.session_settings import SessionSettings
@@ -138,7 +138,7 @@ def _served(
     model: TextModel | Embedder, settings: ServerSettings
 ) -> tuple[ServedModel | ServedEmbedder, list[ServedModel]]:
     """The model as it is served, and with each adapter."""
-    name = settings.name or model.folder.resolve().name
+    name = settings.name or model_name(model.folder)
     if isinstance(model, Embedder):
         return ServedEmbedder(model, name), []
     given: dict[str, Any] = {

@@ -48,7 +48,20 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "bare"
 
 
-def generate(folder: Path, *options: str) -> Result:
+def hub_cache(model: Path, home: Path, *without: str) -> str:
+    """The name of a model whose files, as links to blobs, are in a hub's cache, but for those `without`."""
+    commit = "a" * 40
+    snapshot, blobs = home / "models--org--tiny/snapshots" / commit, home / "models--org--tiny/blobs"
+    for folder in (snapshot, blobs, home / "models--org--tiny/refs"):
+        folder.mkdir(parents=True)
+    (home / "models--org--tiny/refs/main").write_text(commit)
+    for at, path in enumerate(sorted(one for one in model.iterdir() if one.name not in without)):
+        shutil.copy(path, blobs / str(at))
+        (snapshot / path.name).symlink_to(Path("../../blobs") / str(at))
+    return "org/tiny"
+
+
+def generate(folder: Path | str, *options: str) -> Result:
     """One call of `generate`."""
     words = ["generate", str(folder), "--prompt", "abc", "--max-new-tokens", "5", "--temperature", "0", *options]
     return CliRunner().invoke(llmconv.cli.main, words)
@@ -66,6 +79,30 @@ def test_a_plain_folder_is_exported_once_into_the_cache_and_stays_as_it_is(expor
     made = graphs_in_cache(plain)
     assert made is not None and made.name == "my model"
     assert os.path.samefile(made / "model.safetensors", plain / "model.safetensors")
+
+
+@pytest.mark.slow
+def test_a_name_in_the_hub_s_cache_is_as_its_folder(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    name = hub_cache(plain, tmp_path / "hub")
+    first, again, reference = generate(name), generate(f"hf://{name}"), generate(plain)
+    assert first.exit_code == again.exit_code == 0 and first.stdout == again.stdout == reference.stdout, first.stderr
+    assert "has no graphs: exporting them once, into" in first.stderr
+    assert next((tmp_path / "cache/llmconv/exported").rglob("decode.onnx")).parent.name in ("tiny", "my model")
+
+
+@pytest.mark.parametrize("form", ["{}", "hf://{}"])
+def test_what_a_name_in_the_hub_s_cache_lacks_is_said(
+    form: str, bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    one, two = (f"model-0000{at}-of-00002.safetensors" for at in (1, 2))
+    (bare / "model.safetensors").rename(bare / one)
+    (bare / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": one, "b": two}}))
+    done = generate(form.format(hub_cache(bare, tmp_path / "hub")))
+    assert done.exit_code == 3 and f"error: shard `{two}` is missing from" in done.stderr, done.stderr
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from llmconv.addresses import HubAddress, parse_hub_address
 from llmconv.convert import to_hf
 from llmconv.errors import InputRefused
 from llmconv.export import export
-from llmconv.files.sources import source_name
+from llmconv.files.sources import export_command, model_name, source_name
 from tests.builders.fake_hub import Fault, Repository, Stored
 from tests.hub.conftest import CHECKPOINT, Client, contents
 
@@ -178,6 +178,31 @@ def test_a_source_is_named_by_its_path_in_the_cache(tmp_path: Path, model: Path)
     assert source_name(model) == model.name
 
 
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("hub/models--org--some-name/snapshots/" + "a" * 40, "some-name"),
+        ("hub/models--gpt2/snapshots/" + "a" * 40, "gpt2"),
+        ("hub/models/Qwen--Qwen2.5-7B/snapshots/master", "Qwen2.5-7B"),  # ModelScope
+        ("hub/models/Qwen/Qwen2___5-7B", "Qwen2.5-7B"),  # its older caches, with a link to it
+        ("mine/a___b", "a___b"),
+        ("snapshots/step-7", "step-7"),
+    ],
+)
+def test_a_model_in_a_cache_is_not_called_by_its_commit(folder: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / folder).mkdir(parents=True)
+    if "Qwen2___5" in folder:
+        (tmp_path / folder).with_name(name).symlink_to((tmp_path / folder).name)
+        assert model_name((tmp_path / folder).with_name(name)) == name
+    assert model_name(tmp_path / folder) == name
+
+
+def test_graphs_of_what_is_not_the_user_s_own_go_into_a_new_folder(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--org--name/snapshots" / ("a" * 40)
+    assert export_command(snapshot, " --task embed") == f"llmconv export {snapshot} --task embed -o OUT"
+    assert export_command(tmp_path) == f"llmconv export {tmp_path}"
+
+
 ADAPTER = CHECKPOINT.parent / "adapter"
 
 
@@ -204,7 +229,7 @@ def test_a_folder_of_checkpoints_next_to_one_is_a_checkpoint(client: Client, mod
 @pytest.mark.slow
 def test_messages_name_the_address_and_not_the_cache(client: Client, model: Path) -> None:
     upload(client.hub.repository("org/name"), model, "inner/")
-    done = client.run("generate", "hf://org/name/inner", "--prompt", "Once")
+    done = client.run("generate", "hf://org/name/inner", "--prompt", "Once", "--no-export")
     assert done.returncode == 3
     assert "`hf://org/name/inner` has no graphs" in done.stderr
     assert "run `llmconv export hf://org/name/inner -o OUT`" in done.stderr

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import sentencepiece
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from llmconv.generation.row import TextStream
 from llmconv.runtime.tokenizer import TokenDecoder, load_tokenizer
 
 
@@ -85,6 +86,45 @@ def test_tokens_of_bytes_are_read_as_bytes_whatever_the_decoder(name: str, tmp_p
     found = load_tokenizer(tmp_path)
     ids = found(TEXT, add_special_tokens=False)["input_ids"]
     assert right == TokenDecoder(found)(ids) and "\u0120" not in right
+
+
+ADDED = (
+    "\u00fcber",
+    "\u00a1hola!",
+    "\u010d",
+    "\u0120",
+    "na\u00efve",
+    "\u0142",
+    "\u00e9t\u00e9",
+    "<x>",
+    "\u010de\u0161",
+    "two words",
+)
+"""Added tokens; letters of the first seven all stand for bytes in byte-level tokenizers."""
+
+
+@pytest.mark.quick_rows("None-gpt2", "LlamaTokenizerFast-llama3")
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("name", CLASSES)
+def test_an_added_token_is_its_own_text(steps: str, name: str | None, tmp_path: Path) -> None:
+    file = trained_file(steps, tmp_path)
+    new = [one for one in ADDED if file.token_to_id(one) is None]  # others are bytes
+    file.add_tokens([AddedToken(one, normalized=False, special=one == "<x>") for one in new])
+    content = json.loads(file.to_str())
+    if name is None:  # as read from a GGUF file
+        content["model"]["vocab"] |= {one: file.token_to_id(one) for one in new}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name} if name else {}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    found, ids = load_tokenizer(tmp_path), [file.get_vocab()[one] for one in new]
+    shown = [one for one in new if one != "<x>"]
+    assert len(new) > 6 and TokenDecoder(found)(ids) == "".join(shown)
+    assert found.decode(ids, clean_up_tokenization_spaces=False) == "".join(new)
+    if steps == "llama2":  # a text begins without the space of its first word
+        return
+    stream, words = TextStream(TokenDecoder(found)), found("we need", add_special_tokens=False)["input_ids"]
+    pieces = [stream.push(one) for at in ids for one in (*words, at)]
+    assert "".join(pieces) + stream.close() == "".join(f"we need{one}" for one in new).replace("<x>", "")
 
 
 ENDS: dict[str, tuple[dict[str, bool], list[str], list[str]]] = {

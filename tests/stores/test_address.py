@@ -39,6 +39,13 @@ def test_credentials_in_an_address_are_refused_and_not_shown(text: str) -> None:
     assert "secret" not in caught.value.message.replace("credentials", "") + caught.value.hint.replace("SECRET", "")
 
 
+@pytest.mark.parametrize("sign", ["#", "?"])
+def test_a_path_that_looks_like_a_query_is_not_taken_for_credentials(sign: str) -> None:
+    with pytest.raises(InputRefused, match=f"no path with `[{sign}]` can be given") as caught:
+        parse_address(f"s3://bucket/runs/a+b {sign}1 100%/")
+    assert "copy what is there to another path" in caught.value.hint
+
+
 @pytest.mark.parametrize("text", ["s3://", "s3:///a", "s3://bucket/../a", "s3://bucket/a//b", "s3://bucket/a\nb"])
 def test_an_address_without_bucket_or_with_an_odd_path_is_refused(text: str) -> None:
     with pytest.raises(InputRefused):

@@ -25,7 +25,7 @@ from llmconv.checkpoint import Checkpoint, open_checkpoint
 from llmconv.errors import InputRefused, UnsupportedInput, short
 from llmconv.export.families import extra_inputs_of
 from llmconv.files.safetensors_file import encode_header
-from llmconv.files.sources import is_remote, local_path
+from llmconv.files.sources import is_remote, local_path, source_name
 from llmconv.memory import reporting_out_of_memory
 from llmconv.output.plan import json_bytes
 from llmconv.quantized_weights.quantized_checkpoint import FIELD, QuantizedCheckpoint, quantized_checkpoint
@@ -383,7 +383,7 @@ def checked_by_vllm(
     ):
         report = before(folder) if before and model.quantized and given else session.new_report(folder.name)
         report.versions |= versions
-        report.reference = (given or folder).name
+        report.reference = source_name(given or folder)
         choose(CostEstimate.of(model.values or model.checkpoint.tensors, 1), low_memory, WHOLE_ONLY)
         model.require_adapter()
         checks = VllmChecks(client, model)

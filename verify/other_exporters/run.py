@@ -16,7 +16,7 @@ from llmconv.argument_checks import checked
 from llmconv.checkpoint import open_weights, read_json
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.files.paths import Written
-from llmconv.files.sources import fetches, local_path
+from llmconv.files.sources import fetches, local_path, source_name
 from llmconv.runtime.onnxruntime.session_settings import HALF_PRECISION, SessionSettings, with_options
 from llmconv.tensors import LazyTensor
 from llmconv.verify.audit.decisions import MASK, POSITION, TOKEN, audit_foreign_decisions, read_config
@@ -115,7 +115,7 @@ def verify_graphs(  # noqa: PLR0913 - one parameter per option of the command
         estimate = CostEstimate.of(open_weights(folder), len(files))
         choose(estimate, None, "that takes a folder that `llmconv export` wrote")
     made = session.new_report(" and ".join(file.name for file in files))
-    made.reference = folder.name
+    made.reference = source_name(folder)
     limits = AccuracyLimits(max_divergence, min_agreement)
     options = QuantizationOptions(Path(text) if text else None, limits, code=folder if trust_remote_code else None)
     verified = ExternalGraphs(files, ModelSizes({}), session.settings, open_weights(folder))

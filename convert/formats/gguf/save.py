@@ -52,6 +52,7 @@ from llmconv.convert.models.model_config import rope_settings
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem, first_line, listing, short
 from llmconv.files.copying import cores
 from llmconv.files.gguf_file import ALIGNMENT, ARRAY, BLOCKS, MAGIC, NUMBERS, PLAIN, TEXT
+from llmconv.files.sources import model_name
 from llmconv.output.plan import Plan, Shard
 from llmconv.tensors import BY_NAME, Array, LazyTensor, cast, in_memory
 
@@ -122,7 +123,7 @@ def save(checkpoint: Checkpoint, shards: int, imatrix: Path | None = None, *, ki
     metadata = {
         "general.architecture": architecture,
         "general.type": "model",
-        "general.name": source,
+        "general.name": model_name(checkpoint.path),
         "general.quantization_version": 2,
         "general.file_type": (FLOATS | MIXTURES)[
             kind if kind in MIXTURES else max(types, key=types.count, default="F32")

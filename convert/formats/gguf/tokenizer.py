@@ -39,6 +39,7 @@ from llmconv.convert.tokenizers import (
     tokens_of_other_files,
 )
 from llmconv.errors import MalformedInput, UnsupportedInput, first_line, listing, short
+from llmconv.files.sources import model_name
 
 CONTROL, USER_DEFINED, UNUSED, BYTE = 3, 4, 5, 6
 PADDING = re.compile(r"\[PAD\d+\]")
@@ -340,6 +341,8 @@ def tokenizer_keys(checkpoint: Checkpoint, rows: int, warnings: list[str]) -> tu
     checkpoint = replace(checkpoint, side_files=files)
     left = [name for name in files if name not in OWN and not name.startswith(f"{TEMPLATES}/")]
     if "tokenizer.json" not in files:
+        name = model_name(checkpoint.path)
+        warnings.append(f"`{name}` has no tokenizer, so llama.cpp reads no text with the file; copy its files first")
         return {"tokenizer.ggml.model": "no_vocab"}, [*files]
     content = read_object(files, "tokenizer.json")
     try:

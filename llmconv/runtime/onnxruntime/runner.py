@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from llmconv.errors import InputRefused, UnsupportedInput, word
-from llmconv.files.sources import snapshot_home
+from llmconv.errors import InputRefused, UnsupportedInput
+from llmconv.files.sources import export_command
 from llmconv.output.manifest import GraphEntry, graph_entries, single_pass_entries
 from llmconv.runtime.extra_inputs import HIDDEN, ExtraInput, ModelCall
 from llmconv.runtime.onnxruntime.graph import OrtGraph, open_graph
@@ -43,10 +43,9 @@ class OrtRunner(Runner):
             return cls(*_open_pair(folder, entries["prefill"], entries["decode"], settings))
         if not entries:
             others = [entry.name for entry in single_pass_entries(folder)]
-            elsewhere = f"{options} -o OUT" if snapshot_home(folder) else options
             raise InputRefused(
                 f"`{folder}` has no graphs that generate" + (f", only `{others[0]}` without a cache" if others else ""),
-                hint=f"run `llmconv export {word(folder)}{elsewhere}`, or give `--backend torch`"
+                hint=f"run `{export_command(folder, options)}`, or give `--backend torch`"
                 + ("; `llmconv embed` runs graphs of embeddings, classes and scores" if others else ""),
             )
         graph = require_right(

@@ -356,3 +356,12 @@ def test_a_bert_that_was_trained_as_a_decoder_is_a_causal_model(tmp_path: Path) 
     model = AutoModelForCausalLM.from_config(config)
     to_hf(composer_file(tmp_path / "ep0.pt", model, config.to_dict()), tmp_path / "hf")
     assert '"BertLMHeadModel"' in (tmp_path / "hf/config.json").read_text()
+
+
+def test_the_folder_above_that_of_a_file_names_it(tmp_path: Path) -> None:
+    (tmp_path / "runs/run1").mkdir(parents=True)
+    file = Path(__file__).parents[3] / "examples/tiny-llama/ep4-ba2400-rank0.pt"
+    (tmp_path / "runs/run1" / file.name).symlink_to(file)
+    with pytest.raises(InputRefused, match=r"is not a checkpoint itself; it contains `run1` \(`composer`\)") as caught:
+        to_hf(tmp_path / "runs", tmp_path / "out")
+    assert caught.value.hint == f"give one of them: `{tmp_path / 'runs/run1'}`"

@@ -276,6 +276,14 @@ def test_what_is_not_known_exactly_is_refused_by_name(tmp_path: Path, more: dict
     assert error.value.hint
 
 
+def test_a_file_without_a_tokenizer_is_said_to_read_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    snapshot = tmp_path / "models--org--tiny/snapshots" / ("a" * 40)
+    from_hf(save_tiny("llama", snapshot), tmp_path / "out", to="gguf")
+    assert "has no tokenizer, so llama.cpp reads no text with the file" in capsys.readouterr().err
+    fields = GGUFReader(tmp_path / "out/model.gguf").fields
+    assert fields["general.name"].contents() == "tiny"  # and not the commit
+
+
 def test_another_pre_tokenizer_needs_the_models_own(tiny_model: Path, tmp_path: Path) -> None:
     content = trained("")
     file = write_gguf(tiny_model, tmp_path / "x.gguf", tokenizer=byte_level(content, "new-one", bos=0, eos=0, rows=512))
