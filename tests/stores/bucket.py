@@ -78,7 +78,8 @@ class Bucket:
     def files(self, name: str = "out") -> dict[str, bytes]:
         """The objects below a folder, by their path in it."""
         top = self.folder / self.prefix / name
-        return {str(path.relative_to(top)): path.read_bytes() for path in sorted(top.rglob("*")) if path.is_file()}
+        there = (path for path in sorted(top.rglob("*")) if not path.name.startswith(".tmp."))  # uploads in progress
+        return {str(path.relative_to(top)): path.read_bytes() for path in there if path.is_file()}
 
     def uploads(self) -> list[str]:
         """Keys of multipart uploads that are open."""
