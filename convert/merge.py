@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_model_type
-from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, is_model_folder, open_checkpoint, with_modules
+from llmconv.checkpoint import (
+    ADAPTER_CONFIG,
+    Checkpoint,
+    is_model_folder,
+    open_checkpoint,
+    refuse_misplaced,
+    with_modules,
+)
 from llmconv.convert.adapters.adapter import Adapter, is_zero
 from llmconv.convert.adapters.base_checks import SampleCheck, check_written, warn_of_origin
 from llmconv.convert.adapters.combining import DEFAULTS, METHODS, MergeOptions, Recipe, recipe_of, sha256_of
@@ -242,6 +249,7 @@ def _checked(result: Checkpoint, base: Checkpoint, edits: Edits, adapters: Seque
 
 def _quantized(base: Checkpoint, recipe: Recipe) -> QuantizedBase | None:
     if recipe.base_quant is None and not base.config.get("quantization_config"):
+        refuse_misplaced(base, base.config)
         return None
     from llmconv.convert.quantized_bases import open_quantized  # noqa: PLC0415 - most bases are plain
 

@@ -10,15 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from llmconv.checkpoint import open_checkpoint
-from llmconv.convert import apply_delta, extract_delta, to_hf
+from llmconv.convert import apply_delta, extract_delta, merge_lora, to_hf
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.export import export
+from llmconv.generation import generate
 from llmconv.quantized_weights.methods.gptq import zero_points
 from llmconv.quantized_weights.quantized_checkpoint import QuantizedCheckpoint, quantized_checkpoint
 from tests.builders.quantized_models import BASES, FOLDER, reference, stored
+from tests.builders.quantizers import save_tokenizer
 from tests.conftest import save_tiny
 
 Q, DOWN = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"
@@ -243,3 +246,32 @@ def test_a_weight_that_is_stored_twice_is_refused(changed: Callable[..., Path]) 
     folder = changed("gptq_4bit_sym", {Q: torch.zeros(64, 64, dtype=torch.float16)})
     with pytest.raises(MalformedInput, match="is stored twice"):
         opened(folder)
+
+
+@pytest.mark.parametrize(
+    ("end", "library"), [(".weight._data", "quanto"), ("._weight_qdata", "torchao"), (".W_q", "HQQ")]
+)
+def test_codes_that_only_their_library_reads_are_named(tmp_path: Path, end: str, library: str) -> None:
+    """Such folders have no `quantization_config`: each command said that keys are missing, or nothing is quantized."""
+    save_tiny("llama", tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    file = tmp_path / "model/model.safetensors"
+    kept = {name: one for name, one in load_file(file).items() if "q_proj" not in name}
+    codes = {f"model.layers.{at}.self_attn.q_proj{end}": torch.ones(4, 4, dtype=torch.int8) for at in range(2)}
+    save_file(kept | codes, file, {"format": "pt"})
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 1}))
+    factors = {f"base_model.model.model.layers.0.self_attn.q_proj.lora_{one}.weight": torch.ones(1, 1) for one in "AB"}
+    save_file(factors, tmp_path / "adapter/adapter_model.safetensors")
+    out = tmp_path / "out"
+    commands: list[Callable[[], Any]] = [
+        lambda: to_hf(tmp_path / "model", out, quant="dequantize"),
+        lambda: to_hf(tmp_path / "model", out, dtype="bfloat16"),
+        lambda: merge_lora(tmp_path / "model", [tmp_path / "adapter"], out),
+        lambda: export(tmp_path / "model", out),
+        lambda: generate(tmp_path / "model", ["a"], backend="torch"),
+    ]
+    for command in commands:
+        with pytest.raises(UnsupportedInput, match=f"the weights are codes of {library} "):
+            command()
+    assert not out.exists()

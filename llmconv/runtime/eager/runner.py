@@ -173,6 +173,8 @@ class EagerRunner(Runner):
                 raise UnsupportedInput(problem, hint=PLAIN.format(word(folder))) from error
             require_vocabulary(open_weights(folder) if self._given is None else self._given, fields, folder)
             hint = "the folder needs config.json and safetensors weights of a causal language model"
+            if kind and isinstance(error, ImportError):
+                hint = f"its weights are quantized with `{kind}`; install what transformers needs to read them"
             raise InputRefused(f"transformers cannot load `{folder}`: {first_line(error)}", hint=hint) from error
         return self._ready(with_adapter(model, self._adapter) if self._adapter else model)
 

@@ -20,7 +20,7 @@ from transformers.core_model_loading import (
 )
 
 from llmconv.causal_lm import mtp_tensors
-from llmconv.checkpoint import HEADS, NO_HEAD, refuse_copies
+from llmconv.checkpoint import HEADS, NO_HEAD, refuse_copies, refuse_misplaced
 from llmconv.errors import MalformedInput, UnsupportedInput, listing, word
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.files.source_file import read_into
@@ -148,6 +148,7 @@ def require_loaded(model: Any, report: Mapping[str, Any], stored: Mapping[str, L
             hint=f"run `llmconv to-hf {word(folder)} -o OUT --quant dequantize`, and give OUT",
         )
     if names:
+        refuse_misplaced(stored, {})
         problem = f"missing keys: {len(names)} tensors of the model are not in `{folder}`, first `{names[0]}`"
         hint = NO_HEAD if {*names} <= {*HEADS} else "is this the config.json of these weights?"
         raise MalformedInput(problem, hint=hint)
