@@ -15,7 +15,6 @@ from llmconv.checkpoint import (
     Checkpoint,
     is_model_folder,
     open_checkpoint,
-    refuse_misplaced,
     with_modules,
 )
 from llmconv.convert.adapters.adapter import Adapter, is_zero
@@ -247,9 +246,15 @@ def _checked(result: Checkpoint, base: Checkpoint, edits: Edits, adapters: Seque
     return check_folder(result.tensors, result.config, " with ".join(names))
 
 
+FLOATS = {"float64", "float32", "bfloat16", "float16"}  # element types of weights that are no codes
+
+
 def _quantized(base: Checkpoint, recipe: Recipe) -> QuantizedBase | None:
     if recipe.base_quant is None and not base.config.get("quantization_config"):
-        refuse_misplaced(base, base.config)
+        if {tensor.dtype.name for tensor in base.values()} - FLOATS:
+            from llmconv.not_a_model_folder import refuse_unexplained_codes  # noqa: PLC0415 - most bases are plain
+
+            refuse_unexplained_codes(base, base.config)
         return None
     from llmconv.convert.quantized_bases import open_quantized  # noqa: PLC0415 - most bases are plain
 

@@ -19,7 +19,6 @@ from llmconv.checkpoint import (
     open_checkpoint,
     read_json,
     read_small,
-    refuse_misplaced,
     sentence_files,
 )
 from llmconv.convert.assembly import dropped_outside, map_names, side_files_of
@@ -55,6 +54,7 @@ from llmconv.not_a_model_folder import (
     is_quantized_export,
     known_refusal,
     litgpt_prompts,
+    refuse_unexplained_codes,
     refused_export,
     training_file_kind,
 )
@@ -234,7 +234,7 @@ OF_CODES = (MODELOPT, "quantize_config.json", "quant_config.json")  # files of M
 def _plain(opened: Checkpoint, name: str, choice: str | None) -> Checkpoint:
     """The checkpoint, if it is quantized with the values of its codes; `choice` is the option `quant`."""
     if not opened.config.get("quantization_config"):
-        refuse_misplaced(opened, opened.config)
+        refuse_unexplained_codes(opened, opened.config)
         if choice:
             raise UsageProblem(f"`--quant {choice}` is given, but `{name}` is not quantized", hint="leave it out")
         return opened

@@ -300,29 +300,6 @@ def refuse_mlx_layout(tensors: Mapping[str, LazyTensor], path: Path, kind: objec
 
 
 MODELOPT = "hf_quant_config.json"
-PLACES = ("compression_config", "text_config", "llm_config", "language_config")
-CODED = (".weight_packed", ".qweight", ".weight_scale", ".weight_scale_inv")  # suffixes of names of codes and scales
-UNREAD = {".weight._data": "quanto", "._weight_qdata": "torchao", ".W_q": "HQQ"}  # codes that llmconv does not read
-
-
-def refuse_misplaced(tensors: Iterable[str], config: Mapping[str, Any]) -> None:
-    """Raises MalformedInput for codes whose `quantization_config` is elsewhere in the config than transformers reads.
-
-    Composite models of some releases have it in `text_config`, and early ones of llm-compressor had another name. A
-    model of plain weights may still have such a field. UnsupportedInput for codes of libraries that write no field.
-    """
-    if config.get("quantization_config"):
-        return
-    names, own = [*tensors], {"quantization_config", "config_groups"}
-    if unread := [(name, UNREAD[end]) for name in names for end in UNREAD if name.endswith(end)]:
-        problem = f"the weights are codes of {unread[0][1]} (`{unread[0][0]}`), which are not supported"
-        raise UnsupportedInput(problem, hint=f"take the model they were made from, or let {unread[0][1]} save values")
-    found = [name for name in PLACES if isinstance(one := config.get(name), Mapping) and own & one.keys()]
-    if found and any(name.endswith(CODED) for name in names):
-        raise MalformedInput(
-            f"the weights are codes, and their `quantization_config` is in `{found[0]}`, where nobody looks for it",
-            hint="copy it to the top of `config.json`, under the name `quantization_config`",
-        )
 
 
 def open_weights(folder: Path) -> dict[str, LazyTensor]:

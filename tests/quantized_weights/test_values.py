@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -275,3 +276,35 @@ def test_codes_that_only_their_library_reads_are_named(tmp_path: Path, end: str,
         with pytest.raises(UnsupportedInput, match=f"the weights are codes of {library} "):
             command()
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("base", "library"),
+    [
+        *[("gptq_4bit_sym", " of GPTQ or AWQ"), ("nf4_nested", " of bitsandbytes"), ("fp8_blocks", "")],
+        *[("ct_pack_4bit", " of compressed-tensors"), ("ct_int8_channel", "")],
+    ],
+)
+def test_codes_without_their_configuration_are_named(base: str, library: str, tmp_path: Path) -> None:
+    """Tools that write a `config.json` anew lose the field; commands said that keys are missing, or nothing."""
+    model = shutil.copytree(FOLDER / base, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    field = config.pop("quantization_config")
+    (model / "config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 1}))
+    factors = {f"base_model.model.model.layers.0.self_attn.q_proj.lora_{one}.weight": torch.ones(1, 1) for one in "AB"}
+    save_file(factors, tmp_path / "adapter/adapter_model.safetensors")
+    commands: list[Callable[[], Any]] = [
+        lambda: to_hf(model, tmp_path / "out", quant="dequantize"),
+        lambda: merge_lora(model, [tmp_path / "adapter"], tmp_path / "out"),
+        lambda: export(model, tmp_path / "out"),
+    ]
+    for command in commands:
+        with pytest.raises(
+            MalformedInput, match=f"the weights are codes{library} .*no `quantization_config`"
+        ) as refused:
+            command()
+    assert "copy the field" in refused.value.hint
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": field}))
+    to_hf(model, tmp_path / "out", quant="dequantize")

@@ -22,6 +22,7 @@ from llmconv.export import export
 from llmconv.quantized_weights.methods.compressed_tensors import WeightSchemes
 from llmconv.quantized_weights.quantized_checkpoint import QuantizedCheckpoint, quantized_checkpoint
 from tests.builders.quantized_models import FOLDER, groups, stored
+from tests.conftest import save_tiny
 
 PACKED, DOWN = "ct_pack_4bit", "model.layers.0.mlp.down_proj"
 HADAMARD = {"R1": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}}
@@ -246,11 +247,8 @@ def test_settings_of_modelopt_may_be_in_a_file_of_their_own(name: str, changed: 
     assert found and expected and found.method.name == "modelopt" and found.weights.keys() == expected.weights.keys()
 
 
-def test_modelopt_with_quantized_keys_and_values_alone_has_plain_weights(changed: Callable[..., Path]) -> None:
-    folder = changed(PACKED)
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]
-    (folder / "config.json").write_text(json.dumps(config))
+def test_modelopt_with_quantized_keys_and_values_alone_has_plain_weights(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path / "model")
     stated = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
     (folder / "hf_quant_config.json").write_text(json.dumps(stated))
     assert quantized_checkpoint(open_checkpoint(folder)) is None
