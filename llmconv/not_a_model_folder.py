@@ -307,6 +307,8 @@ def _weights_of_other_libraries(folder: Path, names: set[str]) -> InputRefused |
     if found := sorted(name for name in names if TORCH_WEIGHTS.fullmatch(name)):
         problem = f"the weights in `{folder}` are torch files (`{found[0]}`), not safetensors"
         return InputRefused(problem, hint=f"convert them: `llmconv to-hf {word(folder)} -o OUT`")
+    if HQQ in names:
+        return unread_codes(f"the weights in `{folder}`", HQQ, "HQQ")
     files = [folder / name for name in names if not training_file_kind(name)]
     if found := sorted(path.name for path in files if _is_torch_file(path)):
         problem = f"`{folder}` contains a torch checkpoint (`{found[0]}`) and no safetensors weights"
@@ -451,8 +453,7 @@ def refuse_unexplained_codes(tensors: Mapping[str, Any], config: Mapping[str, An
         return
     name, library = codes
     if library in UNREAD.values():
-        problem = f"the weights are codes of {library} (`{name}`), which are not supported"
-        raise UnsupportedInput(problem, hint=f"take the model they were made from, or let {library} save values")
+        raise unread_codes("the weights", name, library)
     own = {"quantization_config", "config_groups"}
     if found := [place for place in PLACES if isinstance(one := config.get(place), Mapping) and own & one.keys()]:
         raise MalformedInput(
@@ -466,6 +467,15 @@ def refuse_unexplained_codes(tensors: Mapping[str, Any], config: Mapping[str, An
         hint="copy the field from the `config.json` of the quantized model"
         + (old if name.endswith(".qweight") else ""),
     )
+
+
+HQQ = "qmodel.pt"  # the weights that HQQ's own `save_quantized` writes
+
+
+def unread_codes(subject: str, name: str, library: str) -> UnsupportedInput:
+    """The error for codes of a library, in a tensor or a file `name`, that llmconv does not read."""
+    problem = f"{subject} are codes of {library} (`{name}`), which are not supported"
+    return UnsupportedInput(problem, hint=f"take the model they were made from, or let {library} save values")
 
 
 def _codes(tensors: Mapping[str, Any]) -> tuple[str, str] | None:
