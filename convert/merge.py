@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from llmconv.argument_checks import checked
 from llmconv.causal_lm import require_model_type
-from llmconv.checkpoint import ADAPTER_CONFIG, Checkpoint, is_model_folder, open_checkpoint, with_modules
+from llmconv.checkpoint import (
+    ADAPTER_CONFIG,
+    Checkpoint,
+    is_model_folder,
+    open_checkpoint,
+    with_modules,
+)
 from llmconv.convert.adapters.adapter import Adapter, is_zero
 from llmconv.convert.adapters.base_checks import SampleCheck, check_written, warn_of_origin
 from llmconv.convert.adapters.combining import DEFAULTS, METHODS, MergeOptions, Recipe, recipe_of, sha256_of
@@ -240,8 +246,15 @@ def _checked(result: Checkpoint, base: Checkpoint, edits: Edits, adapters: Seque
     return check_folder(result.tensors, result.config, " with ".join(names))
 
 
+FLOATS = {"float64", "float32", "bfloat16", "float16"}  # element types of weights that are no codes
+
+
 def _quantized(base: Checkpoint, recipe: Recipe) -> QuantizedBase | None:
     if recipe.base_quant is None and not base.config.get("quantization_config"):
+        if {tensor.dtype.name for tensor in base.values()} - FLOATS:
+            from llmconv.not_a_model_folder import refuse_unexplained_codes  # noqa: PLC0415 - most bases are plain
+
+            refuse_unexplained_codes(base, base.config)
         return None
     from llmconv.convert.quantized_bases import open_quantized  # noqa: PLC0415 - most bases are plain
 

@@ -19,7 +19,6 @@ from llmconv.checkpoint import (
     open_checkpoint,
     read_json,
     read_small,
-    refuse_misplaced,
     sentence_files,
 )
 from llmconv.convert.assembly import dropped_outside, map_names, side_files_of
@@ -55,8 +54,10 @@ from llmconv.not_a_model_folder import (
     is_quantized_export,
     known_refusal,
     litgpt_prompts,
+    refuse_unexplained_codes,
     refused_export,
     training_file_kind,
+    unread_codes,
 )
 
 
@@ -234,7 +235,7 @@ OF_CODES = (MODELOPT, "quantize_config.json", "quant_config.json")  # files of M
 def _plain(opened: Checkpoint, name: str, choice: str | None) -> Checkpoint:
     """The checkpoint, if it is quantized with the values of its codes; `choice` is the option `quant`."""
     if not opened.config.get("quantization_config"):
-        refuse_misplaced(opened, opened.config)
+        refuse_unexplained_codes(opened, opened.config)
         if choice:
             raise UsageProblem(f"`--quant {choice}` is given, but `{name}` is not quantized", hint="leave it out")
         return opened
@@ -419,26 +420,32 @@ def _explain_file(path: Path) -> LlmconvError:
     if path.suffix not in SUFFIXES_OF_TORCH and is_zip and not is_torch_file(path):
         return known_refusal(path) or _unknown(path)
     if head.startswith(b"PK") or is_torch_file(path):
-        try:
-            content = open_torch_file(path).content
-        except LlmconvError as problem:
-            return problem
-        if isinstance(content, Stub):
-            return UnsupportedInput(
-                f"`{path.name}` is a whole object (`{short(content.function, 80)}`), pickled with its class",
-                hint="load it where its code is, and save its `state_dict()`",
-            )
-        if whole := _checkpoint_of(path, content):
-            return InputRefused(f"`{path.name}` is one file of {whole}", hint=f"give its folder, `{path.parent}`")
-        keys = ", ".join(f"`{key}`" for key in list(content)[:4]) if isinstance(content, dict) else "not a dict"
-        return UnsupportedInput(
-            f"`{path.name}` is a torch file, but not of a known training format (it contains {keys})",
-            hint=KNOWN.format(", ".join(formats())),
-        )
+        return _explain_torch_file(path)
     if foreign := known_refusal(path) if path.suffix == ".onnx" else foreign_file(head, path):
         return foreign
     no_zip = explain_no_zip(path, head)
     return no_zip if isinstance(no_zip, UnsupportedInput) else _unknown(path)
+
+
+def _explain_torch_file(path: Path) -> LlmconvError:
+    try:
+        content = open_torch_file(path).content
+    except LlmconvError as problem:
+        return problem
+    if isinstance(content, Stub):
+        return UnsupportedInput(
+            f"`{path.name}` is a whole object (`{short(content.function, 80)}`), pickled with its class",
+            hint="load it where its code is, and save its `state_dict()`",
+        )
+    if whole := _checkpoint_of(path, content):
+        return InputRefused(f"`{path.name}` is one file of {whole}", hint=f"give its folder, `{path.parent}`")
+    if isinstance(content, dict) and any(isinstance(one, dict) and "W_q" in one for one in content.values()):
+        return unread_codes("the weights", path.name, "HQQ")
+    keys = ", ".join(f"`{key}`" for key in list(content)[:4]) if isinstance(content, dict) else "not a dict"
+    return UnsupportedInput(
+        f"`{path.name}` is a torch file, but not of a known training format (it contains {keys})",
+        hint=KNOWN.format(", ".join(formats())),
+    )
 
 
 def _checkpoint_of(path: Path, content: Any) -> str:

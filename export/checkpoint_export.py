@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 
 from llmconv.causal_lm import context_length
-from llmconv.checkpoint import VOCABULARIES, Checkpoint, read_json, refuse_misplaced
+from llmconv.checkpoint import VOCABULARIES, Checkpoint, read_json
 from llmconv.errors import InputRefused, UnsupportedInput, UsageProblem
 from llmconv.export.clients import DEFAULT, Client, ClientFiles, ClientModel
 from llmconv.export.export_options import (
@@ -46,6 +46,7 @@ from llmconv.export.weights import match_weights, require_one_copy
 from llmconv.files.paths import Placed, output_place
 from llmconv.files.sources import local_path
 from llmconv.model_code import code_of
+from llmconv.not_a_model_folder import refuse_unexplained_codes
 from llmconv.output.manifest import MTP_ROLE, step
 from llmconv.progress import say, warn
 from llmconv.progress import step as progress_step
@@ -77,7 +78,7 @@ def export_checkpoint(
 
         checkpoint, quantization = with_plain_weights(checkpoint, settings)
     else:
-        refuse_misplaced(checkpoint, checkpoint.config)
+        refuse_unexplained_codes(checkpoint, checkpoint.config)
     if settings:
         require_used(settings.patterns, checkpoint)
     choice = TokenChoice.parse(given["postprocess"]) if given["postprocess"] else None

@@ -300,24 +300,6 @@ def refuse_mlx_layout(tensors: Mapping[str, LazyTensor], path: Path, kind: objec
 
 
 MODELOPT = "hf_quant_config.json"
-PLACES = ("compression_config", "text_config", "llm_config", "language_config")
-CODED = (".weight_packed", ".qweight", ".weight_scale", ".weight_scale_inv")  # suffixes of names of codes and scales
-
-
-def refuse_misplaced(tensors: Iterable[str], config: Mapping[str, Any]) -> None:
-    """Raises MalformedInput for codes whose `quantization_config` is elsewhere in the config than transformers reads.
-
-    Composite models of some releases have it in `text_config`, and early ones of llm-compressor had another name. A
-    model of plain weights may still have such a field.
-    """
-    fields = {name: config.get(name) for name in PLACES}
-    own = {"quantization_config", "config_groups"}
-    found = [name for name, one in fields.items() if isinstance(one, Mapping) and own & one.keys()]
-    if found and not config.get("quantization_config") and any(name.endswith(CODED) for name in tensors):
-        raise MalformedInput(
-            f"the weights are codes, and their `quantization_config` is in `{found[0]}`, where nobody looks for it",
-            hint="copy it to the top of `config.json`, under the name `quantization_config`",
-        )
 
 
 def open_weights(folder: Path) -> dict[str, LazyTensor]:

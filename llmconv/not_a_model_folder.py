@@ -1,6 +1,6 @@
-"""Explains why a path is not a Hugging Face model folder: an error with its kind and the way out.
+"""Explains why a path is not a Hugging Face model folder, or its weights are no numbers: an error with the way out.
 
-Uses only file names and first bytes, so that every command can call it without importing a library.
+Uses only file names, first bytes and headers, so that every command can call it without importing a library.
 """
 
 from __future__ import annotations
@@ -307,6 +307,8 @@ def _weights_of_other_libraries(folder: Path, names: set[str]) -> InputRefused |
     if found := sorted(name for name in names if TORCH_WEIGHTS.fullmatch(name)):
         problem = f"the weights in `{folder}` are torch files (`{found[0]}`), not safetensors"
         return InputRefused(problem, hint=f"convert them: `llmconv to-hf {word(folder)} -o OUT`")
+    if HQQ in names:
+        return unread_codes(f"the weights in `{folder}`", HQQ, "HQQ")
     files = [folder / name for name in names if not training_file_kind(name)]
     if found := sorted(path.name for path in files if _is_torch_file(path)):
         problem = f"`{folder}` contains a torch checkpoint (`{found[0]}`) and no safetensors weights"
@@ -426,3 +428,64 @@ def training_files_in(path: Path) -> tuple[str, ...]:
     names = sorted(entry.name for entry in path.iterdir() if entry.is_file()) if path.is_dir() else []
     kinds = {kind: [name for name in names if pattern.fullmatch(name)] for kind, pattern in KINDS.items()}
     return tuple(f"{kind} ({listing(found)})" for kind, found in kinds.items() if found)
+
+
+PLACES = ("compression_config", "text_config", "llm_config", "language_config")
+UNREAD = {".weight._data": "quanto", "._weight_qdata": "torchao", ".W_q": "HQQ"}  # codes that llmconv does not read
+CODES_OF = {
+    ".qweight": "GPTQ or AWQ",
+    ".weight_packed": "compressed-tensors",
+    ".weight.absmax": "bitsandbytes",
+    ".SCB": "bitsandbytes",
+}
+SCALES = re.compile(r"(?P<weight>.+\.weight)_scale(?:_inv|_2)?|(?P<module>.+)\.scales")
+INTEGERS = re.compile(r"u?int(?:8|32)|float8\w*")  # of weights that are codes; those of MLX are words of 32 bits
+
+
+def refuse_unexplained_codes(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Raises an error for codes that no `quantization_config` of the `config.json` explains, by the tensors' names.
+
+    Composite models of some releases have it in `text_config`, and early ones of llm-compressor had another name. A
+    model of plain weights may still have such a field. Some libraries save models without it (UnsupportedInput), and
+    tools that write a configuration anew lose it (MalformedInput).
+    """
+    if config.get("quantization_config") or (codes := _codes(tensors)) is None:
+        return
+    name, library = codes
+    if library in UNREAD.values():
+        raise unread_codes("the weights", name, library)
+    own = {"quantization_config", "config_groups"}
+    if found := [place for place in PLACES if isinstance(one := config.get(place), Mapping) and own & one.keys()]:
+        raise MalformedInput(
+            f"the weights are codes, and their `quantization_config` is in `{found[0]}`, where nobody looks for it",
+            hint="copy it to the top of `config.json`, under the name `quantization_config`",
+        )
+    old = "; old ones have it in `quantize_config.json` or `quant_config.json`, without `quant_method`"
+    raise MalformedInput(
+        f"the weights are codes{library and f' of {library}'} (`{name}`), and `config.json` has no "
+        "`quantization_config`, which says what they mean",
+        hint="copy the field from the `config.json` of the quantized model"
+        + (old if name.endswith(".qweight") else ""),
+    )
+
+
+HQQ = "qmodel.pt"  # the weights that HQQ's own `save_quantized` writes
+
+
+def unread_codes(subject: str, name: str, library: str) -> UnsupportedInput:
+    """The error for codes of a library, in a tensor or a file `name`, that llmconv does not read."""
+    problem = f"{subject} are codes of {library} (`{name}`), which are not supported"
+    return UnsupportedInput(problem, hint=f"take the model they were made from, or let {library} save values")
+
+
+def _codes(tensors: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The name of a tensor of codes, and what stores them (empty for several); None if there are none."""
+    for name in tensors:
+        for end, library in (*UNREAD.items(), *CODES_OF.items()):
+            if name.endswith(end):
+                return name, library
+        scales = SCALES.fullmatch(name)
+        own = str(scales["weight"] or f"{scales['module']}.weight") if scales else ""
+        if scales and own in tensors and INTEGERS.fullmatch(tensors[own].dtype.name):
+            return own, "" if scales["weight"] else "MLX"
+    return None

@@ -377,3 +377,14 @@ def test_a_checkpoint_of_olmo_core_is_named_with_its_own_converter(
     done = CliRunner().invoke(main, [arguments[0], given, *arguments[1:]])
     assert done.exit_code == 3 and "run/step100` is a checkpoint of OLMo-core" in done.output
     assert "convert_checkpoint_to_hf.py -i " in done.output
+
+
+@pytest.mark.parametrize("command", ["to-hf", "export", "merge-lora"])
+def test_a_folder_of_hqqs_own_is_named(tmp_path: Path, command: str) -> None:
+    """`qmodel.pt` is a torch file of codes: hints led from `export` to `to-hf`, which did not know it."""
+    module = {"W_q": torch.ones(2, 2, dtype=torch.uint8), "nbits": 4, "shape": torch.Size([4, 2])}
+    torch.save({"model.embed_tokens": {"weight": torch.ones(2, 2)}, "model.layers.0": module}, tmp_path / "qmodel.pt")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    adapter = [str(tmp_path)] if command == "merge-lora" else []
+    done = llmconv(command, str(tmp_path), *adapter, "-o", str(tmp_path / "out"))
+    assert done.exit_code == 3 and "codes of HQQ (`qmodel.pt`)" in done.stderr

@@ -332,6 +332,17 @@ def _has_factors(file: Path) -> bool:
     return bool(names) and all(FACTOR.fullmatch(name) or MAGNITUDE.fullmatch(name) for name in names)
 
 
+LYCORIS = "lycoris_"  # before the name of a module, with `_` for `.` (LyCORIS `wrapper.py`)
+
+
+def _of_lycoris(file: Path) -> str | None:
+    """The name of a tensor in a file that LyCORIS wrote; None for other files."""
+    try:
+        return next((name for name in read_header(file).tensors if name.startswith(LYCORIS)), None)
+    except LlmconvError:
+        return None
+
+
 GRAPH_ADAPTER = ".onnx_adapter"  # suffix of the files that `llmconv onnx-adapter` writes
 
 
@@ -343,6 +354,11 @@ def _not_an_adapter(path: Path) -> InputRefused:
                 f"`{path}` has the factors of an adapter for graphs", hint="give the adapter that it was made from"
             )
         refuse_git_lfs(path.read_bytes()[:64] if path.stat().st_size < 1024 else b"", path.name)
+        if name := _of_lycoris(path):
+            return InputRefused(
+                f"`{path}` is an adapter of LyCORIS (`{name}`), which is not supported",
+                hint="merge it with LyCORIS (`merge_to`), and save the model; LoKr, LoHa and IA3 of PEFT are merged",
+            )
         return InputRefused(f"`{path}` is not an adapter: it has no `{CONFIG}` next to it", hint=hint)
     if any((path / name).is_file() for name in (SINGLE, INDEX)):
         return InputRefused(f"`{path}` is a model, not an adapter: it has no `{CONFIG}`", hint=hint)

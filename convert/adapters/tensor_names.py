@@ -15,6 +15,7 @@ from llmconv.convert.adapters.adapter import parts_from_saved
 from llmconv.errors import MalformedInput, nearest
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+CLASSES = re.compile(r"(?:.*\.)?(?:score|classifier|qa_outputs|value_head|v_head(?:\.summary)?)(?:\.weight)?")
 LISTED = 3  # number of unmatched names that an error lists
 
 
@@ -48,6 +49,12 @@ def match_names(
         raise MalformedInput(
             f"`{adapter}` adapts `{missing[0]}`, which could be {_quoted(options)} of the base",
             hint="rename the adapter's tensors to the names in the base's files",
+        )
+    if heads := [name for name in missing if CLASSES.fullmatch(name)]:
+        raise MalformedInput(
+            f"`{adapter}` adapts `{heads[0]}`, a head for classes or rewards that neither the base nor the adapter has",
+            hint="give the base as a model with that head, as it was before training; one that was new then is lost, "
+            "unless `modules_to_save` names it or the run was saved whole",
         )
     # names without numbers of layers are enough to see another model or version
     kinds = list(dict.fromkeys(NUMBER.sub("N", name) for name in names))

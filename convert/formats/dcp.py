@@ -1,7 +1,10 @@
 """Torch Distributed Checkpoint (DCP, FSDP): `.metadata`, `__RANK_N.distcp` files, a model inside a nested dict.
 
 Layout: `convert/state_dicts/distributed.py`. Names are Hugging Face's (accelerate, the Trainer's `SHARDED_STATE_DICT`,
-torch's recipes), or those of torchtitan's Llama, which are Meta's, with rows of queries and keys in Meta's order.
+torch's recipes), or torchtitan's, which are Meta's: of Llama with rows of queries and keys in Meta's order, too, and of
+Qwen 3 not (`torchtitan/models/llama3|qwen3/state_dict_adapter.py`). Since 2026 q, k and v are in `qkv_linear`, apart or
+as one matrix of groups (the queries of a key, it, its value), and the head is `lm_head`. Experts are stacks
+[experts, out, in], and the bias by which torchtitan balances them has no place in transformers' class.
 
 slime's runs with FSDP (`slime/backends/fsdp_utils/checkpoint.py`) have the files of Megatron's around it: the newest
 step in `latest_checkpointed_iteration.txt`, and the model in `iter_0000100/model`, or in `iter_0000100` at first.
@@ -9,13 +12,26 @@ step in `latest_checkpointed_iteration.txt`, and the model in `iter_0000100/mode
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from llmconv.checkpoint import Checkpoint, read_json, read_side_files
+from llmconv.convert.adapters.other_tools import LayerSizes
 from llmconv.convert.adapters.other_tools import sizes_of as sizes_of_heads
-from llmconv.convert.algebra import fitting, renamed, reordered, rope_order
+from llmconv.convert.algebra import (
+    LAYER_NUMBER,
+    all_zero,
+    deal_rows,
+    fitting,
+    renamed,
+    reordered,
+    reshaped,
+    rope_order,
+    split,
+)
 from llmconv.convert.assembly import (
     OPTIONS,
     config_of_run,
@@ -154,15 +170,66 @@ def _model(
     )
 
 
+TITAN = LLAMA | {
+    "lm_head.weight": "lm_head.weight",
+    **{
+        f"layers.{{}}.attention.qkv_linear.w{one}.weight": f"model.layers.{{}}.self_attn.{one}_proj.weight"
+        for one in "qkv"
+    },
+}
+QWEN = TITAN | {
+    **{
+        f"layers.{{}}.attention.{one}.weight": f"model.layers.{{}}.self_attn.{one}.weight"
+        for one in ("q_norm", "k_norm")
+    },
+    "layers.{}.moe.router.gate.weight": "model.layers.{}.mlp.gate.weight",
+}
+TITANS = {"llama": TITAN, "qwen3": QWEN, "qwen3_moe": QWEN}
+JOINED = ".attention.qkv_linear.wqkv.weight"
+BALANCE = re.compile(r"\.moe\.(?:expert_bias|tokens_per_expert)(?:_E)?$")
+STACK = re.compile(rf"layers\.({LAYER_NUMBER})\.moe\.experts\.(w[123])(?:_E[DF]{{2}})?")
+PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+EXPERTS_LIMIT = 4096  # more experts than any layer has
+
+
 def _from_meta(tensors: Mapping[str, LazyTensor], config: Mapping[str, Any], source: str) -> dict[str, LazyTensor]:
-    if config["model_type"] != "llama":
+    """A model of torchtitan in Hugging Face's names and order."""
+    kind = config["model_type"]
+    if kind not in TITANS:
         raise UnsupportedInput(
-            f"`{source}` has Meta's names, its configuration belongs to a `{config['model_type']}`",
-            hint="of torchtitan's models only Llama is supported; give the `config.json` of a Llama",
+            f"`{source}` has the names of torchtitan, and its configuration belongs to a `{kind}`",
+            hint=f"of torchtitan's models {', '.join(TITANS)} are supported; let torchtitan write its checkpoint in "
+            "Hugging Face's names (`last_save_in_hf`)",
         )
-    order = rope_order(sizes_of_heads(config, source).dim)
+    sizes = sizes_of_heads(config, source)
     with fitting(f"the heads of `{source}` do not match its configuration"):
-        return reordered(renamed(tensors, LLAMA, source), ROTATED, order)
+        tensors = _separate(tensors, sizes, source)
+        experts = {name: one for name, one in tensors.items() if ".mlp.experts." in name}
+        rest = renamed({name: one for name, one in tensors.items() if name not in experts}, TITANS[kind], source)
+        return (reordered(rest, ROTATED, rope_order(sizes.dim)) if kind == "llama" else rest) | experts
+
+
+def _separate(tensors: Mapping[str, LazyTensor], sizes: LayerSizes, source: str) -> dict[str, LazyTensor]:
+    """The tensors with q, k and v apart, and experts one by one; ValueError if rows do not fit."""
+    found: dict[str, LazyTensor] = {}
+    for name, tensor in tensors.items():
+        stack = STACK.fullmatch(name)
+        if name.endswith(JOINED):
+            parts = deal_rows(tensor, (sizes.queries // sizes.keys * sizes.dim, sizes.dim, sizes.dim))
+            stem = name.removesuffix(JOINED)
+            found |= {f"{stem}.attention.w{one}.weight": part for one, part in zip("qkv", parts, strict=True)}
+        elif stack and len(tensor.shape) == 3 and 0 < tensor.num_rows <= EXPERTS_LIMIT:
+            matrices = split(reshaped(tensor, (prod(tensor.shape[:2]), tensor.shape[2])), 0, tensor.num_rows)
+            stem = f"model.layers.{stack[1]}.mlp.experts"
+            found |= {f"{stem}.{at}.{PROJECTIONS[stack[2]]}.weight": one for at, one in enumerate(matrices)}
+        elif not BALANCE.search(name):
+            found[name] = tensor
+        elif not all_zero(tensor) and "expert_bias" in name:
+            raise UnsupportedInput(
+                f"`{source}` chooses its experts with a bias (`{name}`), which transformers' class does not have",
+                hint="no folder computes this model; train with `load_balance_coeff` none",
+            )
+    return found
 
 
 def _without(tree: Mapping[Any, Any], keys: Sequence[str]) -> dict[Any, Any]:
@@ -185,8 +252,8 @@ FORMAT = Format(
     detect=lambda path: _shard_folder(path) is not None or (path.is_dir() and bool(plain_steps(path))),
     open=_open,
     covers="any causal language model in Hugging Face's names, sharded in any grid over any number of ranks; "
-    "torchtitan's Llama; slime's runs with FSDP, the newest step of a run; LoRA runs, merged or kept apart; give "
-    "`config.json` with `--config` if there is none with it",
+    "torchtitan's Llama and Qwen 3; slime's runs with FSDP, the newest step of a run; LoRA runs, merged or kept apart; "
+    "give `config.json` with `--config` if there is none with it",
     options=("root", "drop", *OPTIONS, OPTION),
     peek=_peek,
 )

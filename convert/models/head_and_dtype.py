@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from llmconv.causal_lm import architecture
-from llmconv.checkpoint import HEADS, Checkpoint, refuse_misplaced
+from llmconv.checkpoint import HEADS, Checkpoint
 from llmconv.convert.algebra import equal
 from llmconv.convert.models import transformers_source
 from llmconv.convert.models.completeness import DROPPED, depth_is_possible, why_not_built
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.model_code import AUTO_MAP
+from llmconv.not_a_model_folder import refuse_unexplained_codes
 from llmconv.tensors import BY_NAME, FLOATS, DType, LazyTensor, cast
 
 TIE = "tie_word_embeddings"
@@ -112,7 +113,7 @@ def plain_tensors(checkpoint: Checkpoint, hint: str = VALUES) -> Tensors:
     if checkpoint.config.get("quantization_config"):
         problem = f"`{checkpoint.path.absolute().name}` is quantized (`quantization_config`)"
         raise UnsupportedInput(problem, hint=hint)
-    refuse_misplaced(checkpoint, checkpoint.config)
+    refuse_unexplained_codes(checkpoint, checkpoint.config)
     return {name: tensor for name, tensor in checkpoint.items() if not DROPPED.search(name)}
 
 

@@ -603,7 +603,7 @@ def roots(
 
 
 def is_meta_named(state: Mapping[Any, Any]) -> bool:
-    """Whether the model has Meta's own names (torchtitan's Llama), not Hugging Face's."""
+    """Whether the model has Meta's own names (torchtitan's models), not Hugging Face's."""
     return any(str(key).endswith(META_EMBEDDING) for key in state)
 
 

@@ -233,10 +233,18 @@ class TextModel:
         """Tokens that end an answer in a chat: those of the settings, and the tokenizer's end token.
 
         A chat model that was trained from a base may keep the base's `generation_config.json`, and end its turns with a
-        token that only the tokenizer names.
+        token that only the tokenizer names, or only its template: the first that it writes after an answer, if it
+        writes none of the others there.
         """
         own = self.tokenizer.eos_token_id
-        return self.defaults.eos_token_id | (frozenset() if own is None else {int(own)})
+        ends = self.defaults.eos_token_id | (frozenset() if own is None else {int(own)})
+        return ends if ends & {*self._after_answers} else ends | {*self._after_answers[:1]}
+
+    @cached_property
+    def _after_answers(self) -> list[int]:
+        from llmconv.runtime.chat_templates import answer_end  # noqa: PLC0415 - a text needs none
+
+        return answer_end(self.tokenizer)
 
     @property
     def _engine(self) -> GenaiEngine | LoopEngine:

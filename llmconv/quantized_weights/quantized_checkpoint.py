@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Self
 
-from llmconv.checkpoint import Checkpoint, is_conv1d, refuse_misplaced, transposed
+from llmconv.checkpoint import Checkpoint, is_conv1d, transposed
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput
+from llmconv.not_a_model_folder import refuse_unexplained_codes
 from llmconv.plugins import each_plugin
 from llmconv.quantized_weights.packed_weight import IntegerCodes, PackedWeight
 from llmconv.tensors import Array, LazyTensor
@@ -49,7 +50,7 @@ class QuantizedCheckpoint:
 def quantized_checkpoint(checkpoint: Checkpoint) -> QuantizedCheckpoint | None:
     """The quantized weights, None without `quantization_config`; MalformedInput, UnsupportedInput for a method."""
     if (kind := method_name(checkpoint.config)) is None:
-        refuse_misplaced(checkpoint, checkpoint.config)
+        refuse_unexplained_codes(checkpoint, checkpoint.config)
         return None
     if problem := unsupported(checkpoint.config):
         raise problem

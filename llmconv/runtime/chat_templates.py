@@ -180,6 +180,25 @@ def takes_tools(tokenizer: Any, template: str) -> bool:
     return known["", True]
 
 
+def answer_end(tokenizer: Any) -> list[int]:
+    """The tokens that the tokenizer's own template writes after an answer; empty if an added token is not the first.
+
+    Some trainers leave the end token of the base in the configuration and the tokenizer, and train on `<|im_end|>`.
+    """
+    if not tokenizer.chat_template:
+        return []
+    render = partial(_text, tokenizer, TOKENIZER)
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": NEEDLE}]
+    try:
+        if NEEDLE not in (text := render(asked)):  # it reads lists of parts
+            text = render(ContentForms(str(tokenizer.chat_template), render).fitted(asked))
+        _, found, rest = text.rpartition(NEEDLE)
+        ids = token_ids(tokenizer, rest, add_special_tokens=False) if found and rest else []
+    except (ValueError, InputRefused):
+        return []
+    return ids if ids and ids[0] in tokenizer.added_tokens_decoder else []
+
+
 def _text(
     tokenizer: Any,
     template: str,

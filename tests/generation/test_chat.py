@@ -290,6 +290,22 @@ def test_a_chat_also_ends_at_the_tokenizers_own_end_token(chatting: Path) -> Non
     assert Chat(base)._settings.eos_token_id == {0, own}
 
 
+def test_a_chat_ends_at_the_added_token_that_its_template_writes_after_an_answer(chatting: Path) -> None:
+    """A base that was trained on ChatML, and kept its end token in the configuration and the tokenizer."""
+    opened = TextModel.open(chatting)
+    tokenizer = opened.tokenizer
+    tokenizer.eos_token = "~"
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    usual, own = {*opened.defaults.eos_token_id, tokenizer.eos_token_id}, tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for after, ends in {"<|im_end|>#": usual | {own}, "<|im_end|>~": usual, "#<|im_end|>": usual}.items():
+        tokenizer.chat_template = (
+            "{% for one in messages %}" + f"{{{{ one.role + one.content + '{after}' }}}}{{% endfor %}}"
+        )
+        assert replace(opened).chat_ends == ends
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    assert replace(opened).chat_ends == usual
+
+
 def test_a_token_that_the_model_does_not_know_is_refused(chatting: Path) -> None:
     """A tokenizer that was extended without the model's embeddings: "index out of range in self"."""
     opened = TextModel.open(chatting)

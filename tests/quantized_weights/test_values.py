@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from llmconv.checkpoint import open_checkpoint
-from llmconv.convert import apply_delta, extract_delta, to_hf
+from llmconv.convert import apply_delta, extract_delta, merge_lora, to_hf
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
+from llmconv.export import export
+from llmconv.generation import generate
 from llmconv.quantized_weights.methods.gptq import zero_points
 from llmconv.quantized_weights.quantized_checkpoint import QuantizedCheckpoint, quantized_checkpoint
 from tests.builders.quantized_models import BASES, FOLDER, reference, stored
+from tests.builders.quantizers import save_tokenizer
 from tests.conftest import save_tiny
 
 Q, DOWN = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"
@@ -243,3 +247,64 @@ def test_a_weight_that_is_stored_twice_is_refused(changed: Callable[..., Path]) 
     folder = changed("gptq_4bit_sym", {Q: torch.zeros(64, 64, dtype=torch.float16)})
     with pytest.raises(MalformedInput, match="is stored twice"):
         opened(folder)
+
+
+@pytest.mark.parametrize(
+    ("end", "library"), [(".weight._data", "quanto"), ("._weight_qdata", "torchao"), (".W_q", "HQQ")]
+)
+def test_codes_that_only_their_library_reads_are_named(tmp_path: Path, end: str, library: str) -> None:
+    """Such folders have no `quantization_config`: each command said that keys are missing, or nothing is quantized."""
+    save_tiny("llama", tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    file = tmp_path / "model/model.safetensors"
+    kept = {name: one for name, one in load_file(file).items() if "q_proj" not in name}
+    codes = {f"model.layers.{at}.self_attn.q_proj{end}": torch.ones(4, 4, dtype=torch.int8) for at in range(2)}
+    save_file(kept | codes, file, {"format": "pt"})
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 1}))
+    factors = {f"base_model.model.model.layers.0.self_attn.q_proj.lora_{one}.weight": torch.ones(1, 1) for one in "AB"}
+    save_file(factors, tmp_path / "adapter/adapter_model.safetensors")
+    out = tmp_path / "out"
+    commands: list[Callable[[], Any]] = [
+        lambda: to_hf(tmp_path / "model", out, quant="dequantize"),
+        lambda: to_hf(tmp_path / "model", out, dtype="bfloat16"),
+        lambda: merge_lora(tmp_path / "model", [tmp_path / "adapter"], out),
+        lambda: export(tmp_path / "model", out),
+        lambda: generate(tmp_path / "model", ["a"], backend="torch"),
+    ]
+    for command in commands:
+        with pytest.raises(UnsupportedInput, match=f"the weights are codes of {library} "):
+            command()
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("base", "library"),
+    [
+        *[("gptq_4bit_sym", " of GPTQ or AWQ"), ("nf4_nested", " of bitsandbytes"), ("fp8_blocks", "")],
+        *[("ct_pack_4bit", " of compressed-tensors"), ("ct_int8_channel", "")],
+    ],
+)
+def test_codes_without_their_configuration_are_named(base: str, library: str, tmp_path: Path) -> None:
+    """Tools that write a `config.json` anew lose the field; commands said that keys are missing, or nothing."""
+    model = shutil.copytree(FOLDER / base, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    field = config.pop("quantization_config")
+    (model / "config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 1, "lora_alpha": 1}))
+    factors = {f"base_model.model.model.layers.0.self_attn.q_proj.lora_{one}.weight": torch.ones(1, 1) for one in "AB"}
+    save_file(factors, tmp_path / "adapter/adapter_model.safetensors")
+    commands: list[Callable[[], Any]] = [
+        lambda: to_hf(model, tmp_path / "out", quant="dequantize"),
+        lambda: merge_lora(model, [tmp_path / "adapter"], tmp_path / "out"),
+        lambda: export(model, tmp_path / "out"),
+    ]
+    for command in commands:
+        with pytest.raises(
+            MalformedInput, match=f"the weights are codes{library} .*no `quantization_config`"
+        ) as refused:
+            command()
+    assert "copy the field" in refused.value.hint
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": field}))
+    to_hf(model, tmp_path / "out", quant="dequantize")

@@ -22,6 +22,7 @@ from llmconv.export import export
 from llmconv.quantized_weights.methods.compressed_tensors import WeightSchemes
 from llmconv.quantized_weights.quantized_checkpoint import QuantizedCheckpoint, quantized_checkpoint
 from tests.builders.quantized_models import FOLDER, groups, stored
+from tests.conftest import save_tiny
 
 PACKED, DOWN = "ct_pack_4bit", "model.layers.0.mlp.down_proj"
 HADAMARD = {"R1": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}}
@@ -66,6 +67,44 @@ def test_missing_zero_points_are_refused_by_name(base: str, one: bool, changed: 
     fields = {} if base == PACKED else {"config_groups": scheme}
     with pytest.raises(MalformedInput, match="missing key .*down_proj.weight_zero_point"):
         opened(changed(base, dict.fromkeys(names), **fields))
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "channel", "group"])
+def test_codes_of_int8_have_zero_points(strategy: str, changed: Callable[..., Path]) -> None:
+    """The value is (code - zero point) * scale, in each layout of scales."""
+    random = torch.Generator().manual_seed(0)
+    tensors, expected = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, codes in stored(FOLDER / "ct_int8_channel").items():
+        if codes.dtype == torch.int8:
+            height, width = codes.shape
+            shape = {"tensor": (1,), "channel": (height, 1), "group": (height, width // 32)}[strategy]
+            zeros = torch.randint(-128, 128, shape, generator=random, dtype=torch.int8)
+            tensors |= {f"{name}_zero_point": zeros, f"{name}_scale": torch.rand(shape, generator=random)}
+            spread = [tensors[f"{name}_{part}"].float() for part in ("zero_point", "scale")]
+            each = width // (shape[1] if len(shape) > 1 else 1)
+            zero, scale = (one.repeat_interleave(each, 1) if one.dim() > 1 else one for one in spread)
+            expected[name] = (codes.float() - zero) * scale
+    size = 32 if strategy == "group" else None
+    scheme = groups(num_bits=8, strategy=strategy, group_size=size)
+    found = opened(
+        changed("ct_int8_channel", tensors, config_groups={"group_0": {**scheme["group_0"], "format": None}})
+    )
+    assert expected and all(
+        torch.equal(torch.from_numpy(found.plain[name].read()), one) for name, one in expected.items()
+    )
+
+
+def test_one_zero_point_of_0_was_not_saved_by_old_versions(changed: Callable[..., Path]) -> None:
+    state = stored(FOLDER / "ct_int8_channel")
+    scales = {name: torch.full((1,), 0.5) for name in state if name.endswith("weight_scale")}
+    scheme = {"group_0": {**groups(num_bits=8, strategy="tensor", group_size=None)["group_0"], "format": None}}
+    for version in ({}, {"version": "0.9.2"}):
+        found = opened(changed("ct_int8_channel", scales, config_groups=scheme, **version))
+        value = torch.from_numpy(found.plain[f"{DOWN}.weight"].read())
+        assert torch.equal(value, state[f"{DOWN}.weight"].float() * 0.5)
+    for other in ("0.9.3", "0.10.1", 1):
+        with pytest.raises(MalformedInput, match=r"missing key .*weight_zero_point"):
+            opened(changed("ct_int8_channel", scales, config_groups=scheme, version=other))
 
 
 @pytest.mark.parametrize(
@@ -208,11 +247,8 @@ def test_settings_of_modelopt_may_be_in_a_file_of_their_own(name: str, changed: 
     assert found and expected and found.method.name == "modelopt" and found.weights.keys() == expected.weights.keys()
 
 
-def test_modelopt_with_quantized_keys_and_values_alone_has_plain_weights(changed: Callable[..., Path]) -> None:
-    folder = changed(PACKED)
-    config = json.loads((folder / "config.json").read_text())
-    del config["quantization_config"]
-    (folder / "config.json").write_text(json.dumps(config))
+def test_modelopt_with_quantized_keys_and_values_alone_has_plain_weights(tmp_path: Path) -> None:
+    folder = save_tiny("llama", tmp_path / "model")
     stated = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
     (folder / "hf_quant_config.json").write_text(json.dumps(stated))
     assert quantized_checkpoint(open_checkpoint(folder)) is None

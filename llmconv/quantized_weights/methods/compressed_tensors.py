@@ -3,7 +3,7 @@
 Layout (`compressed_tensors/compressors/naive_quantized`, `pack_quantized`): `X.weight` with `X.weight_scale` of one, of
 out×1, of out×groups or of blocks; or `X.weight_packed` int32 out×(in·bits/32) with `X.weight_scale` out×groups,
 `X.weight_shape`, and, where the codes are not symmetric, `X.weight_zero_point` int32 (out·bits/32)×groups. Packed codes
-and zero points are stored plus half their range.
+and zero points are stored plus half their range. Zero points of int8 have the shape of the scales.
 
 The config has groups of modules whose weights are stored alike. Fields and defaults:
 `compressed_tensors/quantization/quant_args.py`. Which group a module belongs to: `match_targets`,
@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+import numpy as np
 
 from llmconv.checkpoint import Checkpoint
 from llmconv.errors import MalformedInput, UnsupportedInput, short
@@ -88,11 +90,9 @@ def open_compressed(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
     return weights
 
 
-def _open_codes(tensors: Mapping[str, LazyTensor], name: str, scheme: WeightScheme) -> ScaledWeight:
+def _open_codes(tensors: Mapping[str, LazyTensor], name: str, scheme: WeightScheme) -> ScaledWeight | GroupedWeight:
     """A weight of one code per element."""
     stem, codes = name.removesuffix(".weight"), tensors[name]
-    if stem + ZEROS in tensors:
-        raise UnsupportedInput(f"`{name}` has zero points and no packed codes", hint="take the unquantized model")
     _require_zeros(tensors, stem, scheme)
     if scheme.kind != ("int" if codes.dtype.name == "int8" else "float") or scheme.bits > 8:
         refuse(name, f"is stored as {codes.dtype.name}, the `config_groups` say {scheme.kind} of {scheme.bits} bits")
@@ -105,7 +105,44 @@ def _open_codes(tensors: Mapping[str, LazyTensor], name: str, scheme: WeightSche
         refuse(
             stem + SCALES, f"has shape {list(tensors[stem + SCALES].shape)}, not one scale per block of {list(block)}"
         )
-    return weight
+    return _with_zeros(tensors, weight, scheme) if stem + ZEROS in tensors else weight
+
+
+def _with_zeros(tensors: Mapping[str, LazyTensor], weight: ScaledWeight, scheme: WeightScheme) -> GroupedWeight:
+    """A weight of int8 whose scales have zero points of the same shape, int8; value = (code - zero point) * scale."""
+    name, end = weight.name, weight.name.removesuffix(".weight") + ZEROS
+    codes, scales = tensors[name], tensors[weight.scales]
+    if codes.dtype.name != "int8" or len(codes.shape) != 2 or scheme.block:
+        kind = f"{codes.dtype.name} of {len(codes.shape)} axes"
+        raise UnsupportedInput(f"`{name}` is {kind} with zero points", hint="take the unquantized model")
+    zeros = require(tensors[end], end, scales.shape, ("int8",))
+    height, width = weight.shape
+    count = weight.cells[1]
+
+    def spread(grid: Array) -> Array:
+        return np.ascontiguousarray(np.broadcast_to(grid.reshape(-1, count), (height, count)))
+
+    def stored_zeros() -> Array:
+        found = _unsigned(spread(zeros.read()))
+        return require_middle(found, 128, end) if scheme.symmetric else found
+
+    return GroupedWeight(
+        name,
+        {**weight.parts, end: zeros},
+        (height, width),
+        name,
+        weight.scales,
+        lambda: spread(weight.grid),
+        stored_zeros,
+        groups_in_order(weight.scales, width, count, scheme.group or WHOLE_ROW),
+        Packing(1, _unsigned, lambda numbers: (numbers ^ 0x80).view(np.int8), inputs_first=False),
+        256,
+    )
+
+
+def _unsigned(codes: Array) -> Array:
+    """int8 plus 128, as uint8."""
+    return codes.view(np.uint8) ^ 0x80
 
 
 def _open_packed(tensors: Mapping[str, LazyTensor], stem: str, scheme: WeightScheme) -> GroupedWeight:
@@ -146,7 +183,7 @@ def _open_packed(tensors: Mapping[str, LazyTensor], stem: str, scheme: WeightSch
 
 
 def _require_zeros(tensors: Mapping[str, LazyTensor], stem: str, scheme: WeightScheme) -> None:
-    if not scheme.symmetric:
+    if not scheme.symmetric and not scheme.leaves_out_zeros:
         part(tensors, stem + ZEROS, f"{stem}.weight")
 
 
@@ -190,14 +227,16 @@ class WeightScheme:
     group: int | None  # columns that share a scale, `WHOLE_ROW` where all of a row do; None for strategies without rows
     block: tuple[int, int] | None  # rows and columns that share a scale; None for other strategies
     indexed: bool  # the group of each column is stored
+    leaves_out_zeros: bool  # a zero point of 0 was not saved
 
 
 class WeightSchemes:
     """The scheme of every module, from a `quantization_config`; raises MalformedInput or UnsupportedInput."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
+        leaves_out = _leaves_out_zeros(config.get("version"))
         schemes = {
-            target: _scheme(scheme["weights"])
+            target: _scheme(scheme["weights"], leaves_out)
             for scheme in groups_of(config)
             if isinstance(scheme.get("weights"), Mapping)
             for target in _targets(scheme)
@@ -228,6 +267,17 @@ class WeightSchemes:
             raise _refused(target, str(problem)) from problem
 
 
+SAVES_ZEROS = (0, 9, 3)  # the package's version since which zero points of 0 are saved, too
+
+
+def _leaves_out_zeros(version: Any) -> bool:
+    """Whether the version that a `quantization_config` names did not save zero points of 0; the oldest name none."""
+    if version is None:
+        return True
+    numbers = re.match(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})", version) if isinstance(version, str) else None
+    return numbers is not None and tuple(map(int, numbers.groups())) < SAVES_ZEROS
+
+
 def groups_of(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     groups = config.get("config_groups")
     yield from (group for group in (groups.values() if isinstance(groups, dict) else ()) if isinstance(group, dict))
@@ -240,7 +290,7 @@ def _targets(scheme: Mapping[str, Any]) -> Sequence[str]:
     return targets
 
 
-def _scheme(weights: Mapping[str, Any]) -> WeightScheme:
+def _scheme(weights: Mapping[str, Any], leaves_out_zeros: bool) -> WeightScheme:
     given = {name: value for name, value in weights.items() if value is not None}
     bits, kind, symmetric = given.get("num_bits", 8), given.get("type", "int"), given.get("symmetric", True)
     if type(bits) is not int or not 0 < bits <= 32 or kind not in ("int", "float") or type(symmetric) is not bool:
@@ -259,7 +309,9 @@ def _scheme(weights: Mapping[str, Any]) -> WeightScheme:
         raise _refused({"strategy": strategy}, "which needs a `block_structure`")
     group = {"channel": WHOLE_ROW, "group": size, "tensor_group": size}.get(strategy)
     indexed = strategy == "group" and given.get("actorder") in ORDERED_BY_GROUP
-    return WeightScheme(bits, kind, symmetric, group, block if strategy == "block" else None, indexed)
+    # one zero point of a whole tensor may well be 0; those of all rows or groups are not
+    leaves_out_zeros = leaves_out_zeros and strategy == "tensor"
+    return WeightScheme(bits, kind, symmetric, group, block if strategy == "block" else None, indexed, leaves_out_zeros)
 
 
 def _refused(value: Any, problem: str) -> MalformedInput:

@@ -41,7 +41,7 @@ from llmconv.causal_lm import language_config, require_causal, require_one_atten
 from llmconv.checkpoint import INDEX, SINGLE, has_weights, open_weights, read_json
 from llmconv.errors import InputRefused, LlmconvError, UnsupportedInput, UsageProblem, first_line, word
 from llmconv.memory import raise_if_out_of_memory, trim
-from llmconv.not_a_model_folder import refused_model
+from llmconv.not_a_model_folder import refuse_unexplained_codes, refused_model
 from llmconv.quantized_weights.float4 import MX, has_small_exponents
 from llmconv.quantized_weights.quantized_checkpoint import FIELD, UNKNOWN_TO_TRANSFORMERS, method_name
 from llmconv.runtime.custom_code import custom_classes, custom_code_errors, uses_custom_code
@@ -171,8 +171,12 @@ class EagerRunner(Runner):
             if kind in UNKNOWN_TO_TRANSFORMERS:  # which says something else
                 problem = f"transformers does not read weights that are quantized with `{kind}`, as those of `{folder}`"
                 raise UnsupportedInput(problem, hint=PLAIN.format(word(folder))) from error
-            require_vocabulary(open_weights(folder) if self._given is None else self._given, fields, folder)
+            stored = open_weights(folder) if self._given is None else self._given
+            refuse_unexplained_codes(stored, fields)
+            require_vocabulary(stored, fields, folder)
             hint = "the folder needs config.json and safetensors weights of a causal language model"
+            if kind and isinstance(error, ImportError):
+                hint = f"its weights are quantized with `{kind}`; install what transformers needs to read them"
             raise InputRefused(f"transformers cannot load `{folder}`: {first_line(error)}", hint=hint) from error
         return self._ready(with_adapter(model, self._adapter) if self._adapter else model)
 

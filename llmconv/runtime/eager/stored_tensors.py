@@ -24,6 +24,7 @@ from llmconv.checkpoint import HEADS, NO_HEAD, refuse_copies
 from llmconv.errors import MalformedInput, UnsupportedInput, listing, word
 from llmconv.files.safetensors_file import FileTensor
 from llmconv.files.source_file import read_into
+from llmconv.not_a_model_folder import refuse_unexplained_codes
 from llmconv.tensors import LazyTensor
 
 ALIGNMENT = 64  # bytes of a cache line; the rounding of sums of products depends on the alignment of a matrix
@@ -147,6 +148,8 @@ def require_loaded(model: Any, report: Mapping[str, Any], stored: Mapping[str, L
             f"`frozen`: {listing(names)}",
             hint=f"run `llmconv to-hf {word(folder)} -o OUT --quant dequantize`, and give OUT",
         )
+    if names or report["unexpected_keys"]:
+        refuse_unexplained_codes(stored, model.config.to_dict())
     if names:
         problem = f"missing keys: {len(names)} tensors of the model are not in `{folder}`, first `{names[0]}`"
         hint = NO_HEAD if {*names} <= {*HEADS} else "is this the config.json of these weights?"

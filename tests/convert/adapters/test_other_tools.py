@@ -341,3 +341,10 @@ def test_to_hf_of_an_adapter_names_the_command_that_merges_it(case: str, tmp_pat
 def test_inspect_reads_an_adapter_of_mlx() -> None:
     found = inspect(FIXTURES / "mlx/llama_lora")
     assert (found.format, len(found.tensors)) == ("adapter", 28)
+
+
+def test_an_adapter_of_lycoris_is_named(tmp_path: Path) -> None:
+    name = "lycoris_model_layers_0_self_attn_q_proj.lokr_w1"
+    save_file({name: np.ones((2, 2), np.float32)}, tmp_path / "lokr.safetensors")
+    with pytest.raises(InputRefused, match=f"is an adapter of LyCORIS .`{name}`"):
+        merge_lora(FIXTURES / "bases/llama", [tmp_path / "lokr.safetensors"], tmp_path / "out")

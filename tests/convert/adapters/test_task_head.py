@@ -76,6 +76,20 @@ def test_an_adapter_that_lost_its_head_is_refused(tmp_path: Path) -> None:
 ENCODER: dict[str, Any] = {**SMALL, "intermediate_size": 24, "max_position_embeddings": 32}
 
 
+@pytest.mark.parametrize("task", ["SEQ_CLS", None])
+def test_factors_of_a_head_that_nobody_saved_are_refused(tmp_path: Path, task: str | None) -> None:
+    """Reward models with `score` among the targets: PEFT saves its factors, and not the new head."""
+    causal_lm("llama", **LLAMA).save_pretrained(tmp_path / "base")
+    fields = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["score"], "task_type": task}
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(fields))
+    factors = {"A": torch.ones(1, LLAMA["hidden_size"]), "B": torch.ones(1, 1)}
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    save_file({f"base_model.model.score.lora_{one}.weight": tensor for one, tensor in factors.items()}, file)
+    with pytest.raises(MalformedInput, match=r"`score.weight`, a head for classes or rewards that neither"):
+        merge_lora(tmp_path / "base", [tmp_path / "adapter"], tmp_path / "out")
+
+
 def encoder_classifier(kind: str, targets: list[str], folder: Path) -> Any:
     """Saves a model for masked words and a classifier's adapter of it; returns PEFT's merge."""
     with warnings.catch_warnings():

@@ -156,9 +156,95 @@ def test_a_llama_of_torchtitan_is_turned_into_hugging_faces(tmp_path: Path) -> N
     assert_equal(opened(path, ()), state_dict())
 
 
-def test_metas_names_under_another_model_type_are_refused(tmp_path: Path, config: tuple[Path, ...]) -> None:
-    config[0].write_text(json.dumps({**CONFIG, "model_type": "qwen3"}))
-    with pytest.raises(UnsupportedInput, match="its configuration belongs to a `qwen3`"):
+def qwen(stacked: bool = False) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The configuration and the weights of a Qwen 3 with four queries and two keys, with experts if `stacked`."""
+    random = torch.Generator().manual_seed(0)
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (8, 4), "lm_head": (8, 4), "model.norm": (4,)}
+    layer: dict[str, tuple[int, ...]] = {"self_attn.q_proj": (16, 4)}
+    layer |= {"self_attn.k_proj": (8, 4), "self_attn.v_proj": (8, 4)}
+    layer |= {"self_attn.o_proj": (4, 16), "self_attn.q_norm": (4,), "self_attn.k_norm": (4,)}
+    layer |= {"input_layernorm": (4,), "post_attention_layernorm": (4,)}
+    feed: dict[str, tuple[int, ...]] = {"gate_proj": (6, 4), "up_proj": (6, 4), "down_proj": (4, 6)}
+    of_experts = {f"mlp.experts.{at}.{name}": shape for at in range(3) for name, shape in feed.items()}
+    layer |= {**of_experts, "mlp.gate": (3, 4)} if stacked else {f"mlp.{name}": shape for name, shape in feed.items()}
+    shapes |= {f"model.layers.0.{name}": shape for name, shape in layer.items()}
+    config = {"model_type": "qwen3_moe" if stacked else "qwen3", "vocab_size": 8, "hidden_size": 4, "head_dim": 4}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 6}
+    config |= {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 6} if stacked else {}
+    state = {f"{name}.weight": torch.randn(shape, generator=random) for name, shape in shapes.items()}
+    return {**config, "tie_word_embeddings": False}, state
+
+
+OWN_NAMES = {
+    "model.": "",
+    "embed_tokens": "tok_embeddings",
+    "self_attn.o_proj": "attention.wo",
+    "self_attn": "attention",
+    "attention.q_proj": "attention.wq",
+    "attention.k_proj": "attention.wk",
+    "attention.v_proj": "attention.wv",
+    "input_layernorm": "attention_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "lm_head": "output",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "mlp.gate.": "moe.router.gate.",
+}
+
+
+def titan_qwen(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A Qwen 3 as torchtitan names it; rows keep their order."""
+    found = {}
+    for name, tensor in state.items():
+        for one, other in OWN_NAMES.items():
+            name = name.replace(one, other, 1)
+        found[name] = tensor
+    for weight, projection in {"w1": "gate", "w2": "down", "w3": "up"}.items():
+        names = [f"layers.0.mlp.experts.{at}.{projection}_proj.weight" for at in range(3)]
+        if names[0] in found:
+            found[f"layers.0.moe.experts.{weight}"] = torch.stack([found.pop(name) for name in names])
+    return found
+
+
+def newer(state: Mapping[str, torch.Tensor], queries: int, dim: int) -> dict[str, torch.Tensor]:
+    """Names since 2026, with q, k and v of each layer as one matrix: `queries` heads of a key, it, its value."""
+    found = {name.replace("output.", "lm_head."): tensor for name, tensor in state.items()}
+    for name in [name for name in found if name.endswith("attention.wq.weight")]:
+        q, k, v = (found.pop(name.replace("wq", one)) for one in ("wq", "wk", "wv"))
+        parts = [(q, queries * dim), (k, dim), (v, dim)]
+        rows = [one[at * size : (at + 1) * size] for at in range(len(k) // dim) for one, size in parts]
+        found[name.replace("wq", "qkv_linear.wqkv")] = torch.cat(rows)
+    return found
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_qwen_3_of_torchtitan_keeps_the_order_of_its_rows(tmp_path: Path, stacked: bool) -> None:
+    settings, state = qwen(stacked)
+    for at, own in enumerate((titan_qwen(state), newer(titan_qwen(state), 2, 4))):
+        more = {"layers.0.moe.expert_bias": torch.zeros(3), "layers.0.moe.tokens_per_expert": torch.ones(3)}
+        path = save(tmp_path / str(at), {**own, **(more if stacked else {})})
+        (path / "config.json").write_text(json.dumps(settings))
+        assert_equal(opened(path, ()), state)
+
+
+def test_newer_names_of_a_llama_of_torchtitan_are_read(tmp_path: Path) -> None:
+    path = save(tmp_path / "x", newer(titan(state_dict(), heads=1), 1, 4))
+    (path / "config.json").write_text(json.dumps({**CONFIG, "num_attention_heads": 1}))
+    assert_equal(opened(path, ()), state_dict())
+
+
+def test_experts_that_a_bias_chooses_are_refused(tmp_path: Path) -> None:
+    settings, state = qwen(stacked=True)
+    path = save(tmp_path / "x", {**titan_qwen(state), "layers.0.moe.expert_bias_E": torch.ones(3)})
+    (path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UnsupportedInput, match="chooses its experts with a bias"):
+        opened(path, ())
+
+
+def test_torchtitans_names_under_another_model_type_are_refused(tmp_path: Path, config: tuple[Path, ...]) -> None:
+    config[0].write_text(json.dumps({**CONFIG, "model_type": "mistral"}))
+    with pytest.raises(UnsupportedInput, match="its configuration belongs to a `mistral`"):
         opened(save(tmp_path / "x", titan(state_dict(), heads=1)), config)
 
 
