@@ -13,7 +13,7 @@ import pytest
 from llmconv.causal_lm import GENERATION
 from llmconv.errors import LlmconvError, MalformedInput
 from llmconv.generation import GenerationSettings
-from llmconv.generation.sampling import settings_line
+from llmconv.generation.sampling import EXTRA, settings_line
 
 
 def with_config(folder: Path, **fields: object) -> Path:
@@ -127,7 +127,20 @@ FIELDS: dict[str, Any] = {
     "diversity_penalty": 0.5,
     "penalty_alpha": 0.5,
     "renormalize_logits": True,
+    "watermarking_config": {"bias": 3.0, "greenlist_ratio": 0.4},
+    "max_time": 1.0,
+    "dola_layers": "high",
+    "token_healing": True,
+    "num_beam_groups": 2,
+    "constraints": [1],
+    "force_words_ids": [[7]],
 }
+NEVER_HERE = {"early_stopping", "length_penalty", "remove_invalid_values", "forced_bos_token_id", "forced_eos_token_id"}
+"""Without an effect on these prompts: of beams, of scores that are no numbers, of the first and of the last token."""
+
+
+def test_the_fields_are_all_that_change_a_text() -> None:
+    assert FIELDS.keys() | NEVER_HERE == EXTRA.keys()
 
 
 @pytest.mark.parametrize("name", FIELDS)
