@@ -194,34 +194,54 @@ PREPENDS = re.compile(r'"add_prefix_space":\s*true|"prepend_scheme":\s*"(?:first
 
 
 def _follow_file(found: Any, folder: Path) -> None:
-    """Gives a tokenizer the steps of its `tokenizer.json`, with which the model was trained.
+    """Gives a tokenizer the model and the steps of its `tokenizer.json`, with which the model was trained.
 
-    transformers 4 ran that file; transformers 5 builds BPE tokenizers of classes such as Qwen2Tokenizer anew, from the
-    vocabulary and the steps that are usual for the class (`convert_to_native_format`). So DeepSeek-R1-Distill-Qwen,
-    Qwen by `model_type`, lost the DeepSeek steps of its file. An `add_prefix_space` of `tokenizer_config.json` that
-    contradicts the file is left to transformers, which has always let it win.
+    transformers 4 ran that file; transformers 5 builds tokenizers of classes such as Qwen2Tokenizer anew, from the
+    vocabulary, with the kind of model and the steps that are usual for the class (`convert_to_native_format`). So
+    DeepSeek-R1-Distill-Qwen, Qwen by `model_type`, lost the DeepSeek steps of its file, and a Unigram became the BPE of
+    LlamaTokenizer. An `add_prefix_space` of `tokenizer_config.json` that contradicts the file is left to transformers,
+    which has always let it win; so are the switches of a BertNormalizer.
     """
     backend: Any = getattr(found, "backend_tokenizer", None)
     content = read_json(folder / FILE)
     model = content.get("model")
-    if type(getattr(backend, "model", None)).__name__ != "BPE" or not isinstance(model, dict) or "merges" not in model:
-        return
-    given = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    prefix, steps = given.get("add_prefix_space"), ("normalizer", "pre_tokenizer", "decoder")
-    if isinstance(prefix, bool) and prefix != bool(
-        PREPENDS.search(json.dumps([content.get(step) for step in steps[:2]]))
-    ):
+    if backend is None or not isinstance(model, dict):
         return
     from tokenizers import Tokenizer  # noqa: PLC0415 - the module is read where no text becomes tokens
 
-    empty = {**model, "type": "BPE", "vocab": {}, "merges": [], "unk_token": None}
-    file = Tokenizer.from_str(json.dumps({**content, "model": empty, "added_tokens": [], "post_processor": None}))
+    kind, steps = type(backend.model).__name__, ("normalizer", "pre_tokenizer", "decoder")
+    if is_bpe := kind == "BPE" and "merges" in model:  # the same vocabulary and merges, which take long to read
+        empty = {**model, "type": "BPE", "vocab": {}, "merges": [], "unk_token": None}
+        content = {**content, "model": empty, "added_tokens": []}
+    file = Tokenizer.from_str(json.dumps({**content, "post_processor": None}))
+    given = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    prefix, begun = (
+        given.get("add_prefix_space"),
+        PREPENDS.search(json.dumps([content.get(step) for step in steps[:2]])),
+    )
+    if isinstance(prefix, bool) and prefix != bool(begun) and kind == type(file.model).__name__:
+        return
+    if not is_bpe and not file.get_vocab().items() <= backend.get_vocab().items():
+        return  # a class with ids of its own, such as those of languages
+    _follow_model_of_file(backend, file, model if is_bpe else None)
     for step in steps:
         setattr(backend, step, getattr(file, step))
-    for switch in SWITCHES:
-        value = model.get(switch) or (None if switch in SWITCHES[3:] else False)
-        if (getattr(backend.model, switch) or None) != (value or None):
-            setattr(backend.model, switch, value)
+
+
+def _follow_model_of_file(backend: Any, file: Any, switches: Mapping[str, Any] | None) -> None:
+    """Gives a tokenizer the file's model, or only its `switches`; keeps the switches of a BertNormalizer."""
+    if switches is None:
+        backend.model = file.model
+    else:
+        for switch in SWITCHES:
+            value = switches.get(switch) or (None if switch in SWITCHES[3:] else False)
+            if (getattr(backend.model, switch) or None) != (value or None):
+                setattr(backend.model, switch, value)
+    if type(file.normalizer).__name__ == type(backend.normalizer).__name__ == "BertNormalizer":
+        normalizer = file.normalizer
+        for switch in ("lowercase", "strip_accents", "handle_chinese_chars"):
+            setattr(normalizer, switch, getattr(backend.normalizer, switch))
+        file.normalizer = normalizer
 
 
 PROBES = (
