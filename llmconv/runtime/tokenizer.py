@@ -212,8 +212,9 @@ def _follow_file(found: Any, folder: Path) -> None:
     kind, steps = type(backend.model).__name__, ("normalizer", "pre_tokenizer", "decoder")
     if is_bpe := kind == "BPE" and "merges" in model:  # the same vocabulary and merges, which take long to read
         empty = {**model, "type": "BPE", "vocab": {}, "merges": [], "unk_token": None}
-        content = {**content, "model": empty, "added_tokens": []}
-    file = Tokenizer.from_str(json.dumps({**content, "post_processor": None}))
+        file = Tokenizer.from_str(json.dumps({**content, "model": empty, "added_tokens": [], "post_processor": None}))
+    else:
+        file = Tokenizer.from_file(str(folder / FILE))
     given = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     prefix, begun = (
         given.get("add_prefix_space"),

@@ -183,15 +183,22 @@ def test_experts_of_fp4_and_exponents_as_scales_under_every_name(
 
 
 @pytest.mark.parametrize("scale", [torch.uint8, torch.float8_e8m0fnu])
-@pytest.mark.parametrize("settings", [{"weight_block_size": [1, 32]}, {}], ids=str)
-def test_mxfp8_has_exponents_for_32_columns(
-    settings: dict[str, Any], scale: torch.dtype, changed: Callable[..., Path]
+@pytest.mark.parametrize(
+    ("settings", "block"),
+    [
+        ({"quant_method": "mxfp8", "weight_block_size": [1, 32]}, (1, 32)),
+        ({"quant_method": "mxfp8"}, (1, 32)),
+        ({"quant_method": "fp8"}, (128, 128)),
+    ],
+    ids=str,
+)
+def test_blocks_without_a_size_are_those_of_the_method(
+    settings: dict[str, Any], block: tuple[int, int], scale: torch.dtype, changed: Callable[..., Path]
 ) -> None:
-    codes = (torch.randn(40, 96) * 100).to(torch.float8_e4m3fn)
-    scales = torch.randint(120, 134, (40, 3), dtype=torch.uint8).view(scale)
+    codes = (torch.randn(256, 384) * 100).to(torch.float8_e4m3fn)
+    scales = torch.randint(120, 134, (256 // block[0], 384 // block[1]), dtype=torch.uint8).view(scale)
     folder = changed("fp8_blocks", {**OTHERS, DOWN: codes, f"{DOWN}_scale_inv": scales})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp8", **settings}
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": settings}
     (folder / "config.json").write_text(json.dumps(config))
     weight = opened(folder).weights[DOWN]
     assert torch.equal(torch.from_numpy(weight.plain.read()), Fp8Dequantize(None)._dequantize_one(codes, scales, F32))
