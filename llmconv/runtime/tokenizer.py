@@ -150,10 +150,19 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False, *, way_out: st
     except Exception as error:  # the tokenizers library raises plain Exception
         raise InputRefused(
             f"the tokenizer of `{folder}` cannot be read: {first_line(error)}",
-            hint=TRUST_HINT
-            if tokenizer_reference(folder)
-            else "copy the tokenizer files of the original model into the folder",
+            hint=TRUST_HINT if tokenizer_reference(folder) else _way_to_read(folder),
         ) from error
+
+
+def _way_to_read(folder: Path) -> str:
+    """What to do about a tokenizer that its class does not read: another class, where its file alone is read."""
+    from tokenizers import Tokenizer  # noqa: PLC0415 - of an error
+
+    try:
+        Tokenizer.from_file(str(folder / FILE))
+    except Exception:  # the library raises plain Exception
+        return "copy the tokenizer files of the original model into the folder"
+    return f"`{FILE}` is of another kind: set `tokenizer_class` in `tokenizer_config.json` to `PreTrainedTokenizerFast`"
 
 
 def find_tokenizer(given: Any, folder: Path, trust_remote_code: bool) -> Any:

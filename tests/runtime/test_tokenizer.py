@@ -121,6 +121,18 @@ def test_a_model_of_another_kind_than_that_of_the_class_is_that_of_the_file(
     require_same(file_of(kind, tmp_path), name, tmp_path)
 
 
+def test_a_class_that_does_not_read_the_file_can_be_replaced_by_the_plain_one(tmp_path: Path) -> None:
+    file = file_of("wordpiece", tmp_path)
+    with pytest.raises(InputRefused, match="cannot be read") as caught:
+        require_same(file, "XLMRobertaTokenizer", tmp_path)
+    assert "to `PreTrainedTokenizerFast`" in caught.value.hint
+    require_same(file, "PreTrainedTokenizerFast", tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(InputRefused) as caught:
+        load_tokenizer(tmp_path)
+    assert caught.value.hint.startswith("copy the tokenizer files")
+
+
 OWN_IDS = {"EsmcTokenizer", "MBart50Tokenizer", "NougatTokenizer"}
 """Of proteins, and classes that give tokens ids of their own."""
 
