@@ -41,6 +41,7 @@ DTYPES: tuple[DType, ...] = (
     DType("bfloat16", "BF16", np.dtype(ml_dtypes.bfloat16)),
     DType("float8_e4m3fn", "F8_E4M3", np.dtype(ml_dtypes.float8_e4m3fn)),
     DType("float8_e5m2", "F8_E5M2", np.dtype(ml_dtypes.float8_e5m2)),
+    DType("float8_e8m0fnu", "F8_E8M0", np.dtype(ml_dtypes.float8_e8m0fnu)),
     DType("int64", "I64", np.dtype("<i8")),
     DType("int32", "I32", np.dtype("<i4")),
     DType("int16", "I16", np.dtype("<i2")),

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import onnx
 
-from llmconv.causal_lm import generation_settings
+from llmconv.causal_lm import GENERATION, SPECIAL_TOKENS, generation_settings
 from llmconv.errors import UnsupportedInput, UsageProblem
 from llmconv.export.input_map import InputMap, Port
 from llmconv.files.safe_folder import Link
 from llmconv.plugins import each_plugin
+from llmconv.progress import warn
 
 if TYPE_CHECKING:
     from llmconv.export.clients.image_parts import Edits, ImageModel
@@ -91,6 +92,29 @@ class Client:
     edits: Callable[[ClientModel], Edits] = lambda model: {}
     # it loads the weight files of each graph separately, so graphs of a new folder share few files
     divides_weights: bool = False
+
+
+OF_BEAMS = {"early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty"}
+OF_SAMPLES = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+LENGTHS = {"max_new_tokens", "max_length"}  # which a program sets itself
+
+
+def warn_of_settings(model: ClientModel, client: str, follows: Collection[str]) -> None:
+    """Warns of fields of `generation_config.json`, or without it of `config.json`, that change tokens elsewhere.
+
+    `follows` are those that the loop of `client` has; those of beams have no effect without them, nor do those of
+    samples without `do_sample`.
+    """
+    given = model.settings
+    others = GENERATION.keys() - {*follows, *SPECIAL_TOKENS, *LENGTHS, *OF_BEAMS}
+    others -= set() if given.get("do_sample") else OF_SAMPLES
+    lost = sorted(name for name in others if given.get(name) not in (None, GENERATION[name], [], {}))
+    if lost:
+        file = "generation_config.json" if model.generation is not None else "config.json"
+        warn(
+            f"{client} has no {', '.join(f'`{name}`' for name in lost)} of {file}: its texts "
+            "differ from those of transformers and `llmconv generate` unless your program does what they say"
+        )
 
 
 def weight_files(model: onnx.ModelProto) -> list[str]:

@@ -16,14 +16,13 @@ from typing import Any
 
 import onnx
 
-from llmconv.causal_lm import GENERATION, SPECIAL_TOKENS, length_of
+from llmconv.causal_lm import length_of
 from llmconv.errors import MalformedInput, UnsupportedInput, UsageProblem
-from llmconv.export.clients import Client, ClientModel, EncodedGraphs
+from llmconv.export.clients import Client, ClientModel, EncodedGraphs, warn_of_settings
 from llmconv.export.clients.image_parts import flatten_features, place_features, take_float32_pixels
 from llmconv.export.input_map import Port
 from llmconv.output.manifest import EMBEDDINGS_ROLE, VISION_ROLE
 from llmconv.output.plan import json_bytes
-from llmconv.progress import warn
 from llmconv.runtime.extra_inputs import IMAGE_FEATURES, INPUTS_EMBEDS, PIXEL_VALUES
 
 IMAGE_MODELS = frozenset({"aya_vision", "got_ocr2", "internvl", "llava", "vipllava"})
@@ -71,11 +70,6 @@ SEARCH = {  # fields with the same name in `generation_config.json` and in genai
     "no_repeat_ngram_size": int,
     "min_length": int,
 }
-
-
-READ = {*SEARCH, *SPECIAL_TOKENS, "max_new_tokens", "max_length"}
-OF_BEAMS = {"early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty"}
-"""Fields that have no effect without `num_beams`."""
 
 
 def check(model: ClientModel) -> None:
@@ -191,14 +185,8 @@ def _ids(settings: Mapping[str, Any], name: str) -> list[int]:
 
 def _search(model: ClientModel) -> Mapping[str, Any]:
     """Sampling options of `generation_config.json`, or without it of `config.json`; greedy without them."""
-    given, others = model.settings, GENERATION.keys() - READ - OF_BEAMS
-    lost = sorted(name for name in others if given.get(name) not in (None, GENERATION[name], [], {}))
-    if lost:
-        file = "generation_config.json" if model.generation is not None else "config.json"
-        warn(
-            f"ONNX Runtime GenAI has no {', '.join(f'`{name}`' for name in lost)} of {file}: its texts "
-            "differ from those of transformers and `llmconv generate` unless your program does what they say"
-        )
+    given = model.settings
+    warn_of_settings(model, "ONNX Runtime GenAI", SEARCH)
     numbers = {name: value for name, value in given.items() if isinstance(value, int | float) and isfinite(value)}
     kept = {name: kind(numbers[name]) for name, kind in SEARCH.items() if name in numbers}
     if kept.get("top_k") == 0:  # all tokens; in GenAI the likeliest alone, unless `top_p` is given

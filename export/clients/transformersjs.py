@@ -19,7 +19,14 @@ from typing import Any
 import onnx
 
 from llmconv.errors import UnsupportedInput, UsageProblem
-from llmconv.export.clients import Client, ClientModel, EncodedGraphs, FileContent, weight_files
+from llmconv.export.clients import (
+    Client,
+    ClientModel,
+    EncodedGraphs,
+    FileContent,
+    warn_of_settings,
+    weight_files,
+)
 from llmconv.export.clients.image_parts import CONFIG, PREPROCESSOR, PROCESSOR, Edits, ImageModel, take_float32_pixels
 from llmconv.files.safe_folder import Link
 from llmconv.output.manifest import EMBEDDINGS_ROLE, VISION_ROLE
@@ -101,7 +108,18 @@ SUFFIXES = {"fp32": "", "fp16": "_fp16", "q4": "_q4", "q4f16": "_q4f16", "q8": "
 MAX_DATA_FILES = 100  # `MAX_EXTERNAL_DATA_CHUNKS` of transformers.js 4.3
 
 
+FOLLOWS = frozenset(
+    """
+    do_sample temperature top_k repetition_penalty no_repeat_ngram_size bad_words_ids min_length min_new_tokens
+    forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens
+    """.split()  # noqa: SIM905 - twelve lines otherwise
+)
+"""Generation settings that the client applies (`src/models/modeling_utils.js`, `_get_logits_processor`, and
+`src/generation/logits_sampler.js`, 4.3.1): its filter by `top_p` is not called, and its beams are not searched."""
+
+
 def files(model: ClientModel, graphs: EncodedGraphs) -> dict[str, FileContent]:
+    warn_of_settings(model, "transformers.js 4.3", FOLLOWS)
     made: dict[str, FileContent] = {}
     for role, stem in _stems(model).items():
         weights = _weights(model, graphs, role)

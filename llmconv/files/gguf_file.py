@@ -474,5 +474,6 @@ OTHERS = {
     22: "IQ2_S",
     29: "IQ1_M",
     40: "NVFP4",
+    41: "Q1_0",
 }
 """Names of types that are not read."""

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from llmconv.errors import MalformedInput, short
+from llmconv.errors import MalformedInput, UnsupportedInput, short
 from llmconv.files.paths import GIT_LFS, refuse_git_lfs
 from llmconv.files.source_file import ChecksummedRange, FileProblem, naming, open_source, read_into
 from llmconv.tensors import BY_CODE, Array, DType, LazyTensor, Piece
@@ -30,6 +30,7 @@ HEADER_LIMIT = 100_000_000
 NAME_LIMIT = 1024
 RANK_LIMIT = 16
 ALIGNMENT = 64  # the data section starts at a multiple of this, so that mapped weights are aligned for vector loads
+NOT_READ = {"F4", "F6_E2M3", "F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "C64"}  # the format's other element types
 DAMAGED = "the file is damaged or was not written by a safetensors library; copy or download it again"
 
 
@@ -131,6 +132,12 @@ def with_second_names(tensors: dict[str, T], metadata: Mapping[str, str], config
 
 def _place(path: Path, fields: dict[str, Any], data_start: int, size: int) -> dict[str, FileTensor]:
     """Tensors in file order; together they must cover the data section exactly, without overlap or gap."""
+    for name, field in fields.items():
+        if isinstance(field, dict) and str(field.get("dtype")) in NOT_READ:
+            raise UnsupportedInput(
+                f"tensor {name[:NAME_LIMIT]!r} of `{path.name}` is stored as `{field['dtype']}`, which is not read",
+                hint="take the model in another element type, such as the one it was made from",
+            )
     spans = sorted((_span(name, field), name) for name, field in fields.items())
     tensors: dict[str, FileTensor] = {}
     position = 0

@@ -26,6 +26,8 @@ NEED_THE_MODEL = frozenset({"guidance_scale", "dola_layers", "penalty_alpha", "t
 NEED_BEAMS = frozenset({"num_beam_groups", "diversity_penalty", "constraints", "force_words_ids"})
 OF_THE_PROMPT = frozenset({"encoder_no_repeat_ngram_size", "encoder_repetition_penalty"})
 """Fields whose processors are made for one prompt: without it transformers leaves them out, with a warning."""
+OF_THE_VOCABULARY = frozenset({"watermarking_config"})
+"""Fields whose processors need the number of tokens, which is that of the logits."""
 Processor = Callable[[Array, Array], Array]  # tokens [length] and logits [vocabulary] to scores [vocabulary]
 
 
@@ -128,7 +130,7 @@ def processor(settings: GenerationSettings, prompt_tokens: int, limit: int) -> P
     if refused := sorted(settings.extra.keys() & (NEED_THE_MODEL | NEED_BEAMS)):
         problem = f"`{refused[0]}` of the generation config is not supported"
         raise UnsupportedInput(problem, hint="remove it from generation_config.json")
-    model, of_prompt = GraphModel(), bool(settings.extra.keys() & OF_THE_PROMPT)
+    model, of_call = GraphModel(), bool(settings.extra.keys() & (OF_THE_PROMPT | OF_THE_VOCABULARY))
 
     def steps_of(prompt: torch.Tensor) -> LogitsProcessorList:
         config = generation_config(settings, limit)
@@ -146,7 +148,8 @@ def processor(settings: GenerationSettings, prompt_tokens: int, limit: int) -> P
     def scores(ids: Array, logits: Array) -> Array:
         given, tokens = torch.from_numpy(logits.astype(np.float32))[None], torch.from_numpy(ids)[None]
         try:
-            if of_prompt and len(made) == 1:
+            if of_call and len(made) == 1:
+                model.config.vocab_size = len(logits)
                 made.append(steps_of(tokens[:, :prompt_tokens]))
             return np.asarray(made[-1](tokens, given)[0].numpy())
         except (TypeError, ValueError, IndexError, RuntimeError) as error:

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from llmconv.quantized_weights.packed_weight import PackedWeight, finite, part, refuse, require
+from llmconv.quantized_weights.packed_weight import EXPONENTS, PackedWeight, finite, part, refuse, require
 from llmconv.tensors import Array, LazyTensor
 
 PACKED, SCALE, GLOBAL = ".weight_packed", ".weight_scale", ".weight_global_scale"
@@ -66,7 +66,7 @@ class Float4Weight(PackedWeight):
 
     def codes(self, start: int, stop: int) -> Array:
         """uint8 [rows, columns]."""
-        pairs = self.parts[self.stem + self.ends[0]].rows(start, stop)
+        pairs = self.parts[self.stem + self.ends[0]].rows(start, stop).view(np.uint8)
         return np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(stop - start, -1)
 
     def values(self, start: int, stop: int) -> Array:
@@ -97,7 +97,7 @@ class Float4Weight(PackedWeight):
             codes = np.searchsorted(BOUNDS, np.abs(shares)).astype(np.uint8) | np.signbit(shares).view(np.uint8) << 3
             flat = codes.reshape(stop - start, -1)
             made: Array = flat[:, 0::2] | flat[:, 1::2] << 4
-            return made
+            return made.view(packed.dtype.numpy)
 
         parts = {
             of_codes: LazyTensor(packed.dtype, packed.shape, new_packed),
@@ -110,7 +110,7 @@ class Float4Weight(PackedWeight):
     def _stored(self, scales: Array) -> Array:
         """The least scale in the file's form that is no smaller, or the largest; bytes."""
         scale = self.parts[self.stem + self.ends[1]]
-        if scale.dtype.name == "uint8":
+        if scale.dtype.name in EXPONENTS:
             exponents = np.ceil(np.log2(np.maximum(scales, np.finfo(np.float32).tiny))) + self.bias
             fitting: Array = np.clip(exponents, 0, 254)
             return fitting.astype(np.uint8)

@@ -393,7 +393,8 @@ def pack(numbers: Array, bits: int, width: int) -> Array:
 
 
 LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}  # the largest absolute value of the codes
-SCALES = ("float32", "bfloat16", "float16", "uint8")
+EXPONENTS = ("uint8", "float8_e8m0fnu")  # dtypes of scales that are stored as exponents of two
+SCALES = ("float32", "bfloat16", "float16", *EXPONENTS)
 NORMAL = 0x3C800000  # the bits in float32 of the smallest normal float8_e4m3fn, 2^-6
 EXPONENT_BIAS = 127  # bias of scales that are stored as exponents of two (OCP Microscaling, E8M0)
 
@@ -527,10 +528,10 @@ def _decoded(scales: Array, dtype: DType, name: str) -> Array:
 
 def _encoded(scales: Array, dtype: DType) -> Array:
     """Scales in the stored dtype; exponents are rounded up, so that the largest value fits."""
-    if dtype.name == "uint8":
+    if dtype.name in EXPONENTS:
         exponents = np.ceil(np.log2(np.maximum(scales, np.finfo(np.float32).tiny))) + EXPONENT_BIAS
         fitting: Array = np.clip(exponents, 0, 254)
-        return fitting.astype(np.uint8)
+        return fitting.astype(np.uint8).view(dtype.numpy)
     return scales.astype(dtype.numpy)
 
 

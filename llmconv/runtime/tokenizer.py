@@ -34,7 +34,7 @@ TOKENIZER = "tokenizer"  # the name of the tokenizer's own chat template
 
 # maximum number of special tokens, and of places for a text, in one template; models have up to 5 and 2
 MAX_SPECIAL, MAX_TEXTS = 1024, 8
-FILE, MODEL = "tokenizer.json", "tokenizer.model"
+FILE, MODEL, PIECES = "tokenizer.json", "tokenizer.model", "spiece.model"
 MAX_PLACES = 8  # maximum number of post-processors in one file, which has one
 TEMPLATE = re.compile(r'"post_processor"\s*:\s*')
 HIDDEN = re.compile(r"\\u00[2-7][0-9a-fA-F]", re.IGNORECASE)  # a letter written as an escape, as no program writes one
@@ -106,7 +106,7 @@ def _piece(piece: Any, kind: str) -> str | None:
     return str(found.get("id")) if isinstance(found, dict) else None
 
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "spiece.model")
+TOKENIZER_FILES = (FILE, MODEL, "vocab.json", "tokenizer_config.json", PIECES)
 HEAD = 64  # number of first bytes that identify a Git LFS pointer
 # characters of the first beginning of a long text: a usual number per token of the maximum, and at least so many
 CHARACTERS, LEAST_CHARACTERS = 4, 1 << 14
@@ -142,8 +142,8 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False, *, way_out: st
             if type(found).__name__ not in PLAIN:
                 _follow_file(found, folder)
             _follow_flags(found, folder)
-        elif own is None and (folder / MODEL).is_file():
-            _follow_model(found, folder)
+        elif own is None and (alone := next((one for one in (MODEL, PIECES) if (folder / one).is_file()), "")):
+            _follow_model(found, folder / alone)
         _follow_bytes(found)
         _follow_added(found)
         return found
@@ -152,10 +152,19 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False, *, way_out: st
     except Exception as error:  # the tokenizers library raises plain Exception
         raise InputRefused(
             f"the tokenizer of `{folder}` cannot be read: {first_line(error)}",
-            hint=TRUST_HINT
-            if tokenizer_reference(folder)
-            else "copy the tokenizer files of the original model into the folder",
+            hint=TRUST_HINT if tokenizer_reference(folder) else _way_to_read(folder),
         ) from error
+
+
+def _way_to_read(folder: Path) -> str:
+    """What to do about a tokenizer that its class does not read: another class, where its file alone is read."""
+    from tokenizers import Tokenizer  # noqa: PLC0415 - of an error
+
+    try:
+        Tokenizer.from_file(str(folder / FILE))
+    except Exception:  # the library raises plain Exception
+        return "copy the tokenizer files of the original model into the folder"
+    return f"`{FILE}` is of another kind: set `tokenizer_class` in `tokenizer_config.json` to `PreTrainedTokenizerFast`"
 
 
 def find_tokenizer(given: Any, folder: Path, trust_remote_code: bool) -> Any:
@@ -196,34 +205,55 @@ PREPENDS = re.compile(r'"add_prefix_space":\s*true|"prepend_scheme":\s*"(?:first
 
 
 def _follow_file(found: Any, folder: Path) -> None:
-    """Gives a tokenizer the steps of its `tokenizer.json`, with which the model was trained.
+    """Gives a tokenizer the model and the steps of its `tokenizer.json`, with which the model was trained.
 
-    transformers 4 ran that file; transformers 5 builds BPE tokenizers of classes such as Qwen2Tokenizer anew, from the
-    vocabulary and the steps that are usual for the class (`convert_to_native_format`). So DeepSeek-R1-Distill-Qwen,
-    Qwen by `model_type`, lost the DeepSeek steps of its file. An `add_prefix_space` of `tokenizer_config.json` that
-    contradicts the file is left to transformers, which has always let it win.
+    transformers 4 ran that file; transformers 5 builds tokenizers of classes such as Qwen2Tokenizer anew, from the
+    vocabulary, with the kind of model and the steps that are usual for the class (`convert_to_native_format`). So
+    DeepSeek-R1-Distill-Qwen, Qwen by `model_type`, lost the DeepSeek steps of its file, and a Unigram became the BPE of
+    LlamaTokenizer. An `add_prefix_space` of `tokenizer_config.json` that contradicts the file is left to transformers,
+    which has always let it win; so are the switches of a BertNormalizer.
     """
     backend: Any = getattr(found, "backend_tokenizer", None)
     content = read_json(folder / FILE)
     model = content.get("model")
-    if type(getattr(backend, "model", None)).__name__ != "BPE" or not isinstance(model, dict) or "merges" not in model:
-        return
-    given = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    prefix, steps = given.get("add_prefix_space"), ("normalizer", "pre_tokenizer", "decoder")
-    if isinstance(prefix, bool) and prefix != bool(
-        PREPENDS.search(json.dumps([content.get(step) for step in steps[:2]]))
-    ):
+    if backend is None or not isinstance(model, dict):
         return
     from tokenizers import Tokenizer  # noqa: PLC0415 - the module is read where no text becomes tokens
 
-    empty = {**model, "type": "BPE", "vocab": {}, "merges": [], "unk_token": None}
-    file = Tokenizer.from_str(json.dumps({**content, "model": empty, "added_tokens": [], "post_processor": None}))
+    kind, steps = type(backend.model).__name__, ("normalizer", "pre_tokenizer", "decoder")
+    if is_bpe := kind == "BPE" and "merges" in model:  # the same vocabulary and merges, which take long to read
+        empty = {**model, "type": "BPE", "vocab": {}, "merges": [], "unk_token": None}
+        file = Tokenizer.from_str(json.dumps({**content, "model": empty, "added_tokens": [], "post_processor": None}))
+    else:
+        file = Tokenizer.from_file(str(folder / FILE))
+    given = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    prefix, begun = (
+        given.get("add_prefix_space"),
+        PREPENDS.search(json.dumps([content.get(step) for step in steps[:2]])),
+    )
+    if isinstance(prefix, bool) and prefix != bool(begun) and kind == type(file.model).__name__:
+        return
+    if not is_bpe and not file.get_vocab().items() <= backend.get_vocab().items():
+        return  # a class with ids of its own, such as those of languages
+    _follow_model_of_file(backend, file, model if is_bpe else None)
     for step in steps:
         setattr(backend, step, getattr(file, step))
-    for switch in SWITCHES:
-        value = model.get(switch) or (None if switch in SWITCHES[3:] else False)
-        if (getattr(backend.model, switch) or None) != (value or None):
-            setattr(backend.model, switch, value)
+
+
+def _follow_model_of_file(backend: Any, file: Any, switches: Mapping[str, Any] | None) -> None:
+    """Gives a tokenizer the file's model, or only its `switches`; keeps the switches of a BertNormalizer."""
+    if switches is None:
+        backend.model = file.model
+    else:
+        for switch in SWITCHES:
+            value = switches.get(switch) or (None if switch in SWITCHES[3:] else False)
+            if (getattr(backend.model, switch) or None) != (value or None):
+                setattr(backend.model, switch, value)
+    if type(file.normalizer).__name__ == type(backend.normalizer).__name__ == "BertNormalizer":
+        normalizer = file.normalizer
+        for switch in ("lowercase", "strip_accents", "handle_chinese_chars"):
+            setattr(normalizer, switch, getattr(backend.normalizer, switch))
+        file.normalizer = normalizer
 
 
 PROBES = (
@@ -235,24 +265,26 @@ PROBES = (
 UNIGRAM = 1  # `TrainerSpec.ModelType` of sentencepiece
 
 
-def _follow_model(found: Any, folder: Path) -> None:
-    """Gives a tokenizer that transformers made of `tokenizer.model` alone what it left out of that file.
+def _follow_model(found: Any, path: Path) -> None:
+    """Gives a tokenizer that transformers made of sentencepiece's file alone what it left out of that file.
 
     transformers 5 takes the pieces for a BPE without a normalizer: full-width letters, spaces side by side (OpenLLaMA)
-    and the pieces of a unigram model became other tokens. InputRefused if they still do.
+    and the pieces of a unigram model became other tokens. Its T5Tokenizer, which rinna's models have, knows no bytes,
+    no text without a first space and no other id of the unknown token than T5's. InputRefused if they still do.
     """
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # noqa: PLC0415 - few need it
     from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2  # noqa: PLC0415
-    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers  # noqa: PLC0415
+    from tokenizers import Regex, models, normalizers, pre_tokenizers  # noqa: PLC0415
 
     backend: Any = getattr(found, "backend_tokenizer", None)
-    data = (folder / MODEL).read_bytes()
+    data = path.read_bytes()
     proto = sentencepiece_model_pb2.ModelProto()
     try:
         proto.ParseFromString(data)
     except DecodeError:
         return  # tiktoken's
-    if not isinstance(getattr(backend, "pre_tokenizer", None), pre_tokenizers.Metaspace) or not proto.pieces:
+    is_plain = isinstance(getattr(backend, "pre_tokenizer", None), pre_tokenizers.Metaspace)
+    if not proto.pieces or not (is_plain or type(found).__name__ == "T5Tokenizer"):
         return
     spec, unk = proto.normalizer_spec, proto.trainer_spec.unk_id
     steps: list[Any] = [normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []
@@ -261,23 +293,38 @@ def _follow_model(found: Any, folder: Path) -> None:
         steps += [normalizers.Replace(Regex(pattern), content) for pattern, content in spaces]
     if steps:
         backend.normalizer = normalizers.Sequence(steps)
+    _divide_as_pieces(backend, path.parent, spec, proto.trainer_spec.byte_fallback or is_plain)
+    if proto.trainer_spec.model_type == UNIGRAM:
+        pieces = [(piece.piece, piece.score) for piece in proto.pieces]
+        more = sorted((at, text) for text, at in backend.get_vocab(False).items() if at >= len(pieces))
+        backend.model = models.Unigram(
+            [*pieces, *((text, 0.0) for _, text in more)], unk, proto.trainer_spec.byte_fallback
+        )
+    processor = SentencePieceProcessor(model_proto=data)
+    if any(found.encode(text, add_special_tokens=False) != processor.encode(text) for text in PROBES):
+        raise InputRefused(
+            f"`{path.name}` gives other tokens in transformers than in sentencepiece",
+            hint="copy the `tokenizer.json` of the original model into the folder",
+        )
+
+
+def _divide_as_pieces(backend: Any, folder: Path, spec: Any, has_bytes: bool) -> None:
+    """Spaces of a text as sentencepiece's `NormalizerSpec` has them, on the way to pieces and back."""
+    from tokenizers import decoders, pre_tokenizers  # noqa: PLC0415 - of few tokenizers
+
+    is_plain = isinstance(backend.pre_tokenizer, pre_tokenizers.Metaspace)
     given = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    if spec.remove_extra_whitespaces and given.get("legacy") is not False:
+    if not is_plain or (spec.remove_extra_whitespaces and given.get("legacy") is not False):
         # `first` would take a text whose first spaces were removed for a later one
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
     if not spec.add_dummy_prefix:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    if has_bytes and not (is_plain and spec.add_dummy_prefix):
         plain = [decoders.Replace("\N{LOWER ONE EIGHTH BLOCK}", " "), decoders.ByteFallback(), decoders.Fuse()]
-        backend.decoder = decoders.Sequence(plain)
-    if proto.trainer_spec.model_type == UNIGRAM:
-        pieces = [(piece.piece, piece.score) for piece in proto.pieces]
-        backend.model = models.Unigram(pieces, unk, proto.trainer_spec.byte_fallback)
-    processor = SentencePieceProcessor(model_proto=data)
-    if any(found.encode(text, add_special_tokens=False) != processor.encode(text) for text in PROBES):
-        raise InputRefused(
-            f"`{MODEL}` gives other tokens in transformers than in sentencepiece",
-            hint="copy the `tokenizer.json` of the original model into the folder",
-        )
+        first = [decoders.Strip(" ", 1, 0)] if spec.add_dummy_prefix else []
+        backend.decoder = decoders.Sequence([*plain, *first])
+    elif not spec.add_dummy_prefix:
+        backend.decoder = decoders.Metaspace(prepend_scheme="never", split=False)
 
 
 # classes whose tokenizer in transformers 4 begins and ends texts as the flags in `tokenizer_config.json` say, whatever

@@ -351,6 +351,26 @@ def test_fields_of_generation_that_genai_does_not_have_are_named() -> None:
     assert [one.split(" of ")[0] for one in warned] == ["ONNX Runtime GenAI has no `suppress_tokens`"]
 
 
+@pytest.mark.parametrize(
+    ("settings", "lost"),
+    [
+        ({"do_sample": True, "top_p": 0.9, "min_p": 0.1, "top_k": 5}, "`min_p`, `top_p`"),
+        ({"do_sample": False, "top_p": 0.9}, ""),
+        (
+            {"num_beams": 2, "length_penalty": 2.0, "suppress_tokens": [3], "sequence_bias": [[[3], 1.0]]},
+            "`num_beams`, `sequence_bias`",
+        ),
+    ],
+    ids=["samples", "greedy", "others"],
+)
+def test_settings_that_transformersjs_does_not_follow_are_named(settings: dict[str, Any], lost: str) -> None:
+    warned: list[str] = []
+    graphs = EncodedGraphs({"unified": onnx.ModelProto().SerializeToString()}, {}, ("model.safetensors",))
+    with warnings_to(warned.append):
+        transformersjs.files(model_of("llama", settings), graphs)
+    assert [one.split(" of ")[0] for one in warned] == ([f"transformers.js 4.3 has no {lost}"] if lost else [])
+
+
 SAYING: list[dict[str, Any]] = [
     {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "do_sample": True, "top_k": 0, "eos_token_id": [2, 7]},
     {"eos_token_id": None, "bos_token_id": None, "num_beams": 3},

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 
-from llmconv.files.gguf_file import BLOCKS, read_gguf
+from llmconv.files.gguf_file import BLOCKS, OTHERS, PLAIN, read_gguf
 from tests.hostile.gguf import info
 
 
@@ -22,3 +23,9 @@ def test_blocks_of_any_bytes_are_numbers(number: int, fill: str, tmp_path: Path)
     values = read_gguf(tmp_path / "x.gguf").tensors["x"].values
     assert values.read().shape == (100, kind.elements * 6)
     assert np.array_equal(values.rows(7, 9), values.read()[7:9], equal_nan=True)
+
+
+def test_every_type_of_the_package_is_read_or_has_its_name() -> None:
+    names = {number: names[0] for number, names in PLAIN.items()} | OTHERS
+    assert {one.value for one in GGMLQuantizationType} == BLOCKS.keys() | names.keys()
+    assert all(GGMLQuantizationType(number).name == name for number, name in names.items())

@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from llmconv.errors import MalformedInput
+from llmconv.errors import MalformedInput, UnsupportedInput
 from llmconv.files.safetensors_file import ALIGNMENT, encode_header, read_header
 from llmconv.tensors import BY_NAME
 
@@ -42,6 +42,22 @@ def test_a_file_of_the_library_is_read(tmp_path: Path) -> None:
     }
     assert np.array_equal(header.tensors["a"].rows(1, 2), [[3.0, 4.0, 5.0]])
     assert header.tensors["c"].read() == 7
+
+
+OWN = getattr(safetensors.torch, "_TYPES", {}).keys() | {"F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"}
+
+
+@pytest.mark.parametrize("code", sorted(OWN))
+def test_every_element_type_of_the_library_is_read_or_refused_by_name(code: str, tmp_path: Path) -> None:
+    sizes = {"F4": 2, "F6_E2M3": 3, "F6_E3M2": 3, "C64": 32} | {one.code: 4 * one.itemsize for one in BY_NAME.values()}
+    data = bytes(sizes.get(code, 4))
+    path = write(tmp_path / "x", {"a": {"dtype": code, "shape": [4], "data_offsets": [0, len(data)]}}, data)
+    safetensors.safe_open(path, "np")  # the library takes the header
+    if code in {one.code for one in BY_NAME.values()}:
+        assert read_header(path).tensors["a"].read().tobytes() == data
+    else:
+        with pytest.raises(UnsupportedInput, match=f"'a' of `x` is stored as `{code}`"):
+            read_header(path)
 
 
 def test_tensors_come_in_file_order(tmp_path: Path) -> None:

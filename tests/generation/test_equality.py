@@ -19,6 +19,7 @@ FIELDS = [
     {"num_beams": 4, "length_penalty": 0.3, "early_stopping": True},
     {"no_repeat_ngram_size": 2},
     {"suppress_tokens": [15, 41, 64]},
+    {"watermarking_config": {"bias": 4.0, "greenlist_ratio": 0.4}},
     {"num_beams": 2, "repetition_penalty": 1.2, "no_repeat_ngram_size": 3},
     {"min_new_tokens": 6, "eos_token_id": [15, 41, 10, 64]},
 ]

@@ -13,7 +13,7 @@ import pytest
 from llmconv.causal_lm import GENERATION
 from llmconv.errors import LlmconvError, MalformedInput
 from llmconv.generation import GenerationSettings
-from llmconv.generation.sampling import settings_line
+from llmconv.generation.sampling import EXTRA, settings_line
 
 
 def with_config(folder: Path, **fields: object) -> Path:
@@ -127,7 +127,20 @@ FIELDS: dict[str, Any] = {
     "diversity_penalty": 0.5,
     "penalty_alpha": 0.5,
     "renormalize_logits": True,
+    "watermarking_config": {"bias": 3.0, "greenlist_ratio": 0.4},
+    "max_time": 1.0,
+    "dola_layers": "high",
+    "token_healing": True,
+    "num_beam_groups": 2,
+    "constraints": [1],
+    "force_words_ids": [[7]],
 }
+NEVER_HERE = {"early_stopping", "length_penalty", "remove_invalid_values", "forced_bos_token_id", "forced_eos_token_id"}
+"""Without an effect on these prompts: of beams, of scores that are no numbers, of the first and of the last token."""
+
+
+def test_the_fields_are_all_that_change_a_text() -> None:
+    assert FIELDS.keys() | NEVER_HERE == EXTRA.keys()
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -163,3 +176,21 @@ def test_neutral_values_are_those_of_transformers() -> None:
     stated = {name: one for name, one in GENERATION.items() if one is not None}
     assert stated == {name: theirs.get(name, one) for name, one in stated.items()}
     assert GENERATION.keys() <= GenerationConfig().to_dict().keys() | {"stop_strings", "token_healing"}
+
+
+IDLE = """
+    assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight assistant_lookbehind cache_config
+    cache_implementation compile_config continuous_batching_config decoder_start_token_id disable_compile is_assistant
+    low_memory max_cache_len max_matching_ngram_size num_assistant_tokens num_assistant_tokens_schedule
+    num_return_sequences output_attentions output_hidden_states output_logits output_scores prefill_chunk_size
+    prompt_lookup_num_tokens return_dict_in_generate speculation_type target_lookbehind transformers_version use_cache
+    use_mtp
+""".split()  # noqa: SIM905 - thirty lines otherwise
+"""Fields that change no token: of caches, speculation, compiling, and what is returned; or of encoders' decoders."""
+
+
+def test_every_field_of_transformers_is_known_to_change_tokens_or_not() -> None:
+    from transformers import GenerationConfig  # noqa: PLC0415
+
+    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    assert fields <= {*GENERATION, *IDLE}

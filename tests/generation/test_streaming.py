@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,3 +95,42 @@ def test_places_of_tokens_are_those_in_the_whole_text(tokens: list[int]) -> None
         if piece and piece.strip(INCOMPLETE) and token < 0x80:
             assert length + of_earlier_tokens(piece) == len(before) - 1
         length += len(piece)
+
+
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+PIECES = ["a", "b", SPACE, f"{SPACE}a", f"{SPACE}{SPACE}", ".", "é", "\n", "<0xC3>", "<0xA9>"]
+DECODERS: dict[str, tuple[decoders.Decoder, list[str]]] = {
+    "BPEDecoder": (decoders.BPEDecoder(), ["a</w>", "b", "b</w>", ".</w>"]),
+    "ByteFallback": (decoders.ByteFallback(), ["a", "é", "<0xC3>", "<0xA9>"]),
+    "ByteLevel": (decoders.ByteLevel(), ["a", "Ġ", "Ġb", "Ċ", "Ã", "©", "âĤ", "¬"]),
+    "CTC": (decoders.CTC(), ["a", "b", "<pad>", "|"]),
+    "Fuse": (decoders.Fuse(), PIECES[:8]),
+    "Metaspace": (decoders.Metaspace(), PIECES[:8]),
+    "Replace": (decoders.Replace(SPACE, " "), PIECES[:8]),
+    "Sequence": (
+        decoders.Sequence(
+            [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1)]
+        ),
+        PIECES,
+    ),
+    "Strip": (decoders.Sequence([decoders.Replace(SPACE, " "), decoders.Strip(" ", 1, 0)]), PIECES[:8]),
+    "WordPiece": (decoders.WordPiece(), ["a", "##b", ".", "'", "s", "n't", "do", "not", "'s"]),
+}
+
+
+def test_the_decoders_are_all_that_tokenizers_has() -> None:
+    kinds = {
+        name for name, one in vars(decoders).items() if isinstance(one, type) and issubclass(one, decoders.Decoder)
+    }
+    assert DECODERS.keys() == kinds - {"Decoder"}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_text_is_the_same_in_pieces_with_every_decoder(name: str) -> None:
+    decoder, tokens = DECODERS[name]
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        ids = rng.integers(0, len(tokens), rng.integers(1, 9)).tolist()
+        stream = TextStream(lambda some: str(decoder.decode([tokens[one] for one in some])))
+        whole, text = decoder.decode([tokens[one] for one in ids]), "".join(map(stream.push, ids)) + stream.close()
+        assert text == whole or INCOMPLETE in whole, [tokens[one] for one in ids]

@@ -27,6 +27,7 @@ from tests.conftest import save_tiny
 
 Q, DOWN = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"
 
+F32 = torch.float32
 OTHERS = {name: None for name in stored(FOLDER / "fp8_blocks") if "_proj" in name and "down_proj" not in name}
 """All quantized weights but one, to be left out."""
 
@@ -165,6 +166,54 @@ def test_fp8_has_one_scale_or_one_per_row(shape: tuple[int, ...], changed: Calla
     folder = changed("fp8_blocks", {**OTHERS, f"{DOWN}_scale_inv": scales}, weight_block_size=None)
     expected = stored(folder)[DOWN].float() * (scales.reshape(-1, 1) if scales.numel() > 1 else scales.item())
     assert torch.equal(torch.from_numpy(opened(folder).plain[DOWN].read()), expected)
+
+
+@pytest.mark.parametrize("end", [".weight_scale_inv", ".scale", ".qscale_weight"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+def test_experts_of_fp4_and_exponents_as_scales_under_every_name(
+    dtype: torch.dtype, end: str, changed: Callable[..., Path]
+) -> None:
+    stem = DOWN.removesuffix(".weight")
+    pairs = torch.randint(-128, 128, (40, 48), dtype=torch.int8)
+    scales = torch.randint(120, 134, (40, 3), dtype=torch.uint8).view(dtype)
+    folder = changed("fp8_blocks", {DOWN: pairs, f"{DOWN}_scale_inv": None, f"{stem}{end}": scales})
+    weight = opened(folder).weights[DOWN]
+    assert torch.equal(torch.from_numpy(weight.plain.read()), Fp8Dequantize(None)._dequantize_one(pairs, scales, F32))
+    again = weight.requantized(weight.plain)
+    assert np.array_equal(again.plain.read(), weight.plain.read())
+    assert {name: (one.dtype, one.shape) for name, one in again.parts.items()} == {
+        name: (one.dtype, one.shape) for name, one in weight.parts.items()
+    }
+
+
+@pytest.mark.parametrize("scale", [torch.uint8, torch.float8_e8m0fnu])
+@pytest.mark.parametrize(
+    ("settings", "block"),
+    [
+        ({"quant_method": "mxfp8", "weight_block_size": [1, 32]}, (1, 32)),
+        ({"quant_method": "mxfp8"}, (1, 32)),
+        ({"quant_method": "fp8"}, (128, 128)),
+    ],
+    ids=str,
+)
+def test_blocks_without_a_size_are_those_of_the_method(
+    settings: dict[str, Any], block: tuple[int, int], scale: torch.dtype, changed: Callable[..., Path]
+) -> None:
+    codes = (torch.randn(256, 384) * 100).to(torch.float8_e4m3fn)
+    scales = torch.randint(120, 134, (256 // block[0], 384 // block[1]), dtype=torch.uint8).view(scale)
+    folder = changed("fp8_blocks", {**OTHERS, DOWN: codes, f"{DOWN}_scale_inv": scales})
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": settings}
+    (folder / "config.json").write_text(json.dumps(config))
+    weight = opened(folder).weights[DOWN]
+    assert torch.equal(torch.from_numpy(weight.plain.read()), Fp8Dequantize(None)._dequantize_one(codes, scales, F32))
+    assert np.array_equal(weight.requantized(weight.plain).plain.read(), weight.plain.read())
+
+
+def test_pairs_of_fp4_without_a_scale_per_32_columns_are_refused(changed: Callable[..., Path]) -> None:
+    pairs, scales = torch.zeros(40, 48, dtype=torch.int8), torch.full((40, 6), 127, dtype=torch.uint8)
+    folder = changed("fp8_blocks", {DOWN: pairs, f"{DOWN}_scale_inv": scales})
+    with pytest.raises(MalformedInput, match="shape mismatch"):
+        opened(folder)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])

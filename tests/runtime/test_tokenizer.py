@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from llmconv.errors import InputRefused
 from llmconv.generation.row import TextStream
 from llmconv.runtime.tokenizer import TokenDecoder, load_tokenizer
 
@@ -72,6 +74,95 @@ def test_tokens_are_those_of_the_file_whatever_its_class(kind: str, name: str, s
     ids, found = file.encode(TEXT, add_special_tokens=False).ids, load_tokenizer(tmp_path)
     assert found(TEXT, add_special_tokens=False)["input_ids"] == ids
     assert TokenDecoder(found)(ids) == file.decode(ids)
+
+
+SPECIAL = ["<unk>", "<s>", "</s>", "<pad>", "<mask>", "[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"]
+DIGITS = pre_tokenizers.Digits(individual_digits=True)
+
+
+def file_of(kind: str, folder: Path) -> Tokenizer:
+    """A small tokenizer of that kind, with steps that no class of transformers has, saved as `tokenizer.json`."""
+    sizes: dict[str, Any] = {"vocab_size": 150, "special_tokens": SPECIAL, "show_progress": False}
+    if kind == "unigram":
+        found, trainer = Tokenizer(models.Unigram()), cast(Any, trainers.UnigramTrainer(unk_token="<unk>", **sizes))
+        found.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(split=False), DIGITS])
+        found.decoder = decoders.Metaspace()
+    else:
+        found, trainer = Tokenizer(models.WordPiece(unk_token="<unk>")), trainers.WordPieceTrainer(**sizes)
+        found.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Whitespace(), DIGITS])
+        found.decoder = decoders.WordPiece()
+    found.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    found.train_from_iterator([TEXT] * 3, trainer)
+    found.save(str(folder / "tokenizer.json"))
+    return found
+
+
+def require_same(file: Tokenizer, name: str, folder: Path) -> None:
+    """The tokenizer of a folder, opened as the class `name`, has the tokens of its file."""
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name, "unk_token": "<unk>"}))
+    found = load_tokenizer(folder).backend_tokenizer
+    for text in (TEXT, " a\tb\n  c", "12,345", "\uff21\u00e9\u6771 "):
+        ids = file.encode(text, add_special_tokens=False).ids
+        assert found.encode(text, add_special_tokens=False).ids == ids, name
+        assert found.decode(ids) == file.decode(ids) or name == "CLIPTokenizer", name
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("unigram", "LlamaTokenizer"),
+        ("unigram", "XLMRobertaTokenizer"),
+        ("wordpiece", "BertTokenizer"),
+        ("wordpiece", "Qwen2Tokenizer"),
+    ],
+)
+def test_a_model_of_another_kind_than_that_of_the_class_is_that_of_the_file(
+    kind: str, name: str, tmp_path: Path
+) -> None:
+    require_same(file_of(kind, tmp_path), name, tmp_path)
+
+
+def test_a_class_that_does_not_read_the_file_can_be_replaced_by_the_plain_one(tmp_path: Path) -> None:
+    file = file_of("wordpiece", tmp_path)
+    with pytest.raises(InputRefused, match="cannot be read") as caught:
+        require_same(file, "XLMRobertaTokenizer", tmp_path)
+    assert "to `PreTrainedTokenizerFast`" in caught.value.hint
+    require_same(file, "PreTrainedTokenizerFast", tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(InputRefused) as caught:
+        load_tokenizer(tmp_path)
+    assert caught.value.hint.startswith("copy the tokenizer files")
+
+
+OWN_IDS = {"EsmcTokenizer", "MBart50Tokenizer", "NougatTokenizer"}
+"""Of proteins, and classes that give tokens ids of their own."""
+
+
+def tokenizer_classes() -> list[str]:
+    """The classes that transformers builds anew from the vocabulary of a `tokenizer.json`."""
+    import transformers  # noqa: PLC0415
+    from transformers.convert_slow_tokenizer import SLOW_TO_FAST_CONVERTERS  # noqa: PLC0415
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES  # noqa: PLC0415
+
+    listed = [
+        one for names in TOKENIZER_MAPPING_NAMES.values() for one in (names if isinstance(names, tuple) else [names])
+    ]
+    known = {*listed, *SLOW_TO_FAST_CONVERTERS} - OWN_IDS
+    found = {name: getattr(transformers, name, None) for name in known if name}
+    plain = transformers.PreTrainedTokenizerFast
+    return sorted(name for name, one in found.items() if isinstance(one, type) and issubclass(one, plain))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["unigram", "wordpiece"])
+def test_every_class_of_transformers_has_the_tokens_of_the_file(kind: str, tmp_path: Path) -> None:
+    """Or transformers itself refuses a vocabulary of another kind."""
+    file, read = file_of(kind, tmp_path), 0
+    for name in tokenizer_classes():
+        with suppress(InputRefused):
+            require_same(file, name, tmp_path)
+            read += 1
+    assert read > 40
 
 
 @pytest.mark.parametrize("name", ["TokenizersBackend", "LlamaTokenizerFast"])
@@ -198,22 +289,29 @@ MODELS: dict[str, dict[str, Any]] = {
     "normalized": {"normalization_rule_name": "nmt_nfkc"},  # transformers 24233, OpenLLaMA
     "without a prefix": {"normalization_rule_name": "identity", "add_dummy_prefix": False},
     "unigram": {"model_type": "unigram", "normalization_rule_name": "nmt_nfkc"},
+    "without bytes": {"model_type": "unigram", "byte_fallback": False, "vocab_size": 90},
+    "unigram without a prefix": {"model_type": "unigram", "add_dummy_prefix": False},
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_tokenizer_model_alone_gives_the_tokens_of_sentencepiece(kind: str, tmp_path: Path) -> None:
+PLACES = [("LlamaTokenizer", "tokenizer.model", kind) for kind in MODELS]
+PLACES += [("T5Tokenizer", "spiece.model", kind) for kind in ("unigram", "without bytes", "unigram without a prefix")]
+
+
+@pytest.mark.parametrize(("name", "file_name", "kind"), PLACES)
+def test_a_file_of_sentencepiece_alone_gives_its_tokens(name: str, file_name: str, kind: str, tmp_path: Path) -> None:
     lines = iter(["the thermal fox x != y, how are you?", "\u00e9t\u00e9 (12,345) 2024", "def main(): print(1)"] * 30)
     size = {"vocab_size": 330, "hard_vocab_limit": False, "byte_fallback": True, "character_coverage": 1.0}
     options = {"model_type": "bpe", **size, "minloglevel": 2, **MODELS[kind]}
-    with open(tmp_path / "tokenizer.model", "wb") as file:
+    with open(tmp_path / file_name, "wb") as file:
         sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines, model_writer=file, **options)
-    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    settings = {"tokenizer_class": name, "extra_ids": 0, "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     found = load_tokenizer(tmp_path)
-    reference = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / file_name))
     texts = ["thermal", "a  b", "x != y, 12345", "\uff21 full \ufb01", "tab\tline\nnew  ", "\u00e9t\u00e9 \u6771"]
     texts += [] if kind == "llama" else ["  two spaces first"]  # transformers adds no prefix before a space
     for text in texts:
         assert found.encode(text, add_special_tokens=False) == reference.encode(text), text
-        assert found.decode(reference.encode(text)) == reference.decode(reference.encode(text))
+        ids = reference.encode(text)
+        assert found.decode(ids) == reference.decode(ids).replace(" \N{DOUBLE QUESTION MARK} ", "<unk>")

@@ -560,6 +560,8 @@ def _around(step: Any) -> tuple[list[int], list[int]]:
     if step["type"] == "Sequence":
         parts = [_around(part) for part in step["processors"]]
         return [one for before, _ in parts for one in before], [one for _, after in parts for one in after]
+    if step["type"] in ("BertProcessing", "RobertaProcessing"):
+        return [step["cls"][1]], [step["sep"][1]]
     if step["type"] != "TemplateProcessing":
         raise ValueError(f"a post-processor of the type {step['type']}")
     ids = [

@@ -48,7 +48,8 @@ from llmconv.quantized_weights.quantized_checkpoint import QuantizationMethod
 from llmconv.tensors import Array, LazyTensor
 from llmconv.timed_patterns import MatchTime, PatternProblem, compiled, finds
 
-FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", NV, MX, "dense", "mixed-precision")
+FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", NV, MX, "mxfp8-quantized")
+OF_GROUPS = ("dense", "mixed-precision")  # where each of `config_groups` may have a format of its own
 WORDS, SCALES, ZEROS, GROUPS, SHAPE, GLOBAL = (
     f".weight_{part}" for part in ("packed", "scale", "zero_point", "g_idx", "shape", "global_scale")
 )
@@ -61,10 +62,10 @@ def open_compressed(checkpoint: Checkpoint) -> Mapping[str, PackedWeight]:
     """The quantized weights; MalformedInput for mismatched parts, UnsupportedInput for formats and fields unread."""
     config = checkpoint.config["quantization_config"]
     for name in {str(scheme.get("format")) for scheme in (config, *groups_of(config)) if scheme.get("format")}:
-        if name not in FORMATS:
+        if name not in (*FORMATS, *OF_GROUPS):
             raise UnsupportedInput(
                 f"the model is stored by compressed-tensors as `{name[:40]}`, which is not supported",
-                hint=f"supported are {', '.join(FORMATS[:6])}; take the model it was quantized from",
+                hint=f"supported are {', '.join(FORMATS)}; take the model it was quantized from",
             )
     for name, kind in NOT_READ.items():
         field = config.get(name)
@@ -152,9 +153,11 @@ def _open_packed(tensors: Mapping[str, LazyTensor], stem: str, scheme: WeightSch
     if not all(0 < size < 1 << 31 for size in sizes):
         refuse(stem + SHAPE, f"says {sizes}, which is not a shape")
     shape = (sizes[0], sizes[1])
-    if bits not in WIDTHS or scheme.kind != "int" or scheme.block:
+    whole = scheme.group is None and not scheme.block
+    if bits not in WIDTHS or scheme.kind != "int" or scheme.block or whole:
+        odd = " in blocks" if scheme.block else " with one scale" if whole else ""
         raise UnsupportedInput(
-            f"`{name}` is packed {scheme.kind} of {bits} bits{' in blocks' if scheme.block else ''}",
+            f"`{name}` is packed {scheme.kind} of {bits} bits{odd}",
             hint=f"supported: int of {', '.join(map(str, WIDTHS))} bits in groups; take the unquantized model",
         )
     require(words, name, (shape[0], -(-shape[1] * bits // 32)), ("int32",))

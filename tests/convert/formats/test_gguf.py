@@ -467,6 +467,21 @@ def test_a_tokenizer_that_would_not_read_back_the_same_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("kind", ["BertProcessing", "RobertaProcessing"])
+def test_tokens_around_a_text_may_be_those_of_bert_and_roberta(tiny_model: Path, tmp_path: Path, kind: str) -> None:
+    number = next(one["id"] for one in trained("")["added_tokens"] if one["content"] == "<|end|>")
+    around: dict[str, Any] = {"type": kind, "sep": ["<|end|>", number], "cls": ["<|end|>", number]}
+    around |= {"trim_offsets": True, "add_prefix_space": False} if kind == "RobertaProcessing" else {}
+    model = changed(tiny_model, tmp_path / "model", post_processor=around)
+    from_hf(model, tmp_path / "out", to="gguf")
+    to_hf(tmp_path / "out", tmp_path / "back")
+    for text in TEXTS:
+        ids, back = (
+            Tokenizer.from_file(f"{one}/tokenizer.json").encode(text).ids for one in (model, tmp_path / "back")
+        )
+        assert ids == back and ids[0] == ids[-1] == number
+
+
 @pytest.mark.parametrize("end", ["<|end|>", "<|text|>"])
 def test_a_token_that_ends_each_text_goes_and_comes_back(tiny_model: Path, tmp_path: Path, end: str) -> None:
     """As of Qwen3-Embedding: llama.cpp's eos is the token that ends a text, and its eot the tokenizer's eos."""

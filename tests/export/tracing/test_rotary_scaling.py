@@ -14,7 +14,7 @@ from llmconv.runtime import OrtGraph, Runner, default_positions
 from llmconv.runtime.eager.runner import EagerRunner
 from llmconv.runtime.onnxruntime.runner import OrtRunner
 from llmconv.tensors import Array
-from tests.conftest import save_tiny
+from tests.conftest import DECODER, save_tiny
 
 ORIGINAL = 16
 HALF = 8
@@ -34,6 +34,58 @@ SCALINGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": ORIGINAL,
     },
 }
+
+
+REACHING = {"factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+FIXED: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "llama3": {**REACHING, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "proportional": {"factor": 2.0, "partial_rotary_factor": 0.5},
+    "yarn": REACHING,
+    "yarn, all of its fields": {
+        **REACHING,
+        "beta_fast": 16,
+        "beta_slow": 2,
+        "truncate": False,
+        "attention_factor": 1.3,
+    },
+    "yarn, scales of DeepSeek": {**REACHING, "mscale": 1.0, "mscale_all_dim": 0.7},
+}
+"""Frequencies that do not depend on the length."""
+KINDS = SCALINGS | {
+    name: {
+        "rope_parameters": {"rope_type": name.partition(",")[0], "rope_theta": 10000.0, **fields},
+        "max_position_embeddings": 4 * ORIGINAL,
+    }
+    for name, fields in FIXED.items()
+}
+BY_LAYERS = {f"{name} in one type of layers": fields for name, fields in KINDS.items() if "," not in name}
+
+
+def test_the_kinds_are_all_that_transformers_has() -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415
+
+    assert {name.partition(",")[0] for name in KINDS} == ROPE_INIT_FUNCTIONS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.one_row_in(3)
+@pytest.mark.parametrize("kind", [*KINDS, *BY_LAYERS])
+def test_graphs_turn_positions_as_the_model_far_behind_the_original_context(kind: str, tmp_path: Path) -> None:
+    if kind in KINDS:
+        folder = save_tiny("llama", tmp_path / "model", **KINDS[kind])
+    else:
+        own = BY_LAYERS[kind]["rope_parameters"]
+        plain = {"rope_type": "default", "rope_theta": 10000.0}
+        fields = {**DECODER, **BY_LAYERS[kind], "rope_parameters": {"full_attention": own, "sliding_attention": plain}}
+        types = ["sliding_attention", "full_attention"] * 2
+        folder = save_tiny(
+            "gemma3_text", tmp_path / "model", **fields, head_dim=16, layer_types=types, sliding_window=8
+        )
+    export(folder)
+    for prompt in (ORIGINAL - 3, ORIGINAL + 1, 2 * ORIGINAL + 2):
+        expected = logits_of(EagerRunner(folder, "float64"), prompt, 5)
+        assert np.allclose(logits_of(OrtRunner.from_folder(folder), prompt, 5), expected, atol=2e-5)
 
 
 @pytest.fixture(scope="module")
