@@ -211,6 +211,7 @@ def by_source(
     return list(groups.values())
 
 
+WRITTEN_BYTES = 1 << 20  # of a block that is written: larger ones cost memory, and no run is faster
 FLUSH_BYTES = 32 << 20  # written bytes are flushed in steps of this size, so that the last fsync has little left to do
 FALLOC_FL_KEEP_SIZE = 1  # reserves blocks without changing the length of the file (`linux/falloc.h`)
 
@@ -283,7 +284,7 @@ def _blocks(pieces: Sequence[Piece]) -> Iterator[tuple[int | None, Piece, int, i
             yield None, piece, 0, 0
             continue
         number += 1
-        for start, stop in piece.blocks() if piece.nbytes else ():
+        for start, stop in piece.blocks(WRITTEN_BYTES) if piece.nbytes else ():
             yield number, piece, start, stop
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, floor, isclose, log, pi, prod
@@ -50,7 +49,6 @@ from llmconv.convert.formats.gguf.names import (
 from llmconv.convert.formats.gguf.tokenizer import sampling_keys, tokenizer_keys
 from llmconv.convert.models.model_config import rope_settings
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem, first_line, listing, short
-from llmconv.files.copying import cores
 from llmconv.files.gguf_file import ALIGNMENT, ARRAY, BLOCKS, MAGIC, NUMBERS, PLAIN, TEXT
 from llmconv.files.sources import model_name
 from llmconv.output.plan import Plan, Shard
@@ -517,7 +515,7 @@ def _stored(name: str, tensor: LazyTensor, kind: str, weights: Array | None) -> 
 
 
 def _in_blocks(name: str, tensor: LazyTensor, kind: str, weights: Array | None) -> Stored:
-    """A matrix as blocks, which several threads make of a part of its rows.
+    """A matrix as blocks.
 
     `weights` are the importance of columns, float32 [experts, columns], if known.
     """
@@ -546,25 +544,20 @@ def _in_blocks(name: str, tensor: LazyTensor, kind: str, weights: Array | None) 
 
     def load(start: int, stop: int) -> Array:
         found = np.empty((stop - start, *shape[1:]), np.uint8)
-        with ThreadPoolExecutor(min(cores(), THREADS)) as pool:
-            for first in range(start, stop, step):
-                last = min(first + step, stop)
-                values = tensor.rows(first, last).reshape(-1, columns)
-                made = found[first - start : last - start].reshape(len(values), -1)
-                places = range(0, len(values), count)
-                parts = [values[at : at + count] for at in places]
-                for at, data in zip(
-                    places, pool.map(blocks, parts, [first * inner + at for at in places]), strict=True
-                ):
-                    made[at : at + count] = data.reshape(-1, made.shape[1])
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            values = tensor.rows(first, last).reshape(-1, columns)
+            made = found[first - start : last - start].reshape(len(values), -1)
+            for at in range(0, len(values), count):
+                data = blocks(values[at : at + count], first * inner + at)
+                made[at : at + count] = data.reshape(-1, made.shape[1])
         return found
 
     return Stored(kind, tensor.shape, LazyTensor(BY_NAME["uint8"], shape, load))
 
 
-VALUES = 1 << 16  # that a thread quantizes at once, with several temporary copies in float32
+VALUES = 1 << 16  # that are quantized at once, with several temporary copies in float32
 ROWS = 1 << 20  # values that are read at once
-THREADS = 8  # more cost memory
 BY_TYPE = {block.name: block for block in BLOCKS.values()}
 
 
