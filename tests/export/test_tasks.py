@@ -69,6 +69,7 @@ def test_an_embedding_graph_has_no_cache(copied: Path) -> None:
     assert made.output[1].type.tensor_type.shape.dim[1].dim_value == 48
 
 
+@pytest.mark.slow
 def test_a_new_folder_has_the_files_of_sentence_transformers(model: Path, tmp_path: Path) -> None:
     export(model, tmp_path / "new", task="embed", dtype="float16")
     kept = {path.relative_to(model) for path in model.rglob("*") if path.is_file()}

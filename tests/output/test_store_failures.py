@@ -144,6 +144,7 @@ def test_sigterm_ends_a_run_whose_store_hangs_within_seconds(
     assert bucket.files() == written(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_run_whose_source_hangs_and_leaves_no_temporary_file(
     model: Path, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

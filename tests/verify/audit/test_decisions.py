@@ -192,6 +192,7 @@ def test_a_stage_without_sliding_layers_needs_no_window(optioned: Callable[..., 
     audit_all(folder)
 
 
+@pytest.mark.slow
 def test_the_graph_for_optimum_has_its_window(optioned: Callable[..., Path]) -> None:
     audit_all(optioned("gemma2", layout="optimum"))
 
