@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from llmconv.addresses import StoreAddress, parse_address
 from llmconv.errors import InputRefused, MalformedInput
-from llmconv.files.paths import TEXT_LIMIT, follow
+from llmconv.files.paths import TEXT_LIMIT, WEIGHT_SUFFIXES, follow
 
 if TYPE_CHECKING:
     from llmconv.stores.object_store import Head, ObjectStore
@@ -387,10 +387,6 @@ REQUESTS_AT_ONCE = 16  # of one mirror: a connection to a store carries about 90
 SMALL_FILE = 8 << 20  # bytes up to which files that are not known as weights are fetched at once
 # suffixes of files that are fetched at once: other libraries read them
 SIDE_FILES = frozenset((".json", ".jsonl", ".txt", ".md", ".jinja", ".model", ".py", ".yaml", ".yml", ".tiktoken"))
-# suffixes of files of which only what is needed is fetched
-WEIGHTS = frozenset(
-    (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".pdparams", ".onnx", ".data", ".gguf", ".npz", ".npy")
-)
 
 
 def make_mirror(uri: str, folder: Path, *, whole: bool) -> Path:
@@ -427,7 +423,7 @@ def mirror_files(store: Blocks, files: Sequence[tuple[Path, Head]], folder: Path
     small = []
     for path, head in files:
         suffix = PurePosixPath(head.key).suffix
-        if head.size and suffix not in SIDE_FILES and (suffix in WEIGHTS or head.size > SMALL_FILE):
+        if head.size and suffix not in SIDE_FILES and (suffix in WEIGHT_SUFFIXES or head.size > SMALL_FILE):
             add(MirroredFile(path, store, head, folder, pool))
         else:
             small.append((path, head))
@@ -466,7 +462,7 @@ class StoreTree:
         """The object at an address, or all objects of that folder; what its name suggests is asked for first."""
         if place.key not in self._found:
             ways = [self._object, self._folder]
-            if PurePosixPath(place.key).suffix not in SIDE_FILES | WEIGHTS:
+            if PurePosixPath(place.key).suffix not in SIDE_FILES | WEIGHT_SUFFIXES:
                 ways.reverse()
             self._found[place.key] = ways[0](place.key) or ways[1](place.key)
         return self._found[place.key]

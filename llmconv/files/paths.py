@@ -150,6 +150,10 @@ def _instead(value: Any) -> str:
 SUFFIX = ".symlink"
 HOPS = 8
 TEXT_LIMIT = 1024  # maximum bytes of an object's name, that of S3
+# of files with weights, of which a mirror of a store fetches only what is needed
+WEIGHT_SUFFIXES = frozenset(
+    (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".distcp", ".pdparams", ".onnx", ".data", ".gguf", ".npz", ".npy")
+)
 PLAIN_NAME = re.compile(r"[\w.+@=-]{1,255}")
 # the first bytes of a Git LFS pointer, which replaces a file that was not fetched (git-lfs `docs/spec.md`)
 GIT_LFS = b"version https://git-lfs"

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
 from llmconv.argument_checks import OWN, checked, fitted, require_least
 from llmconv.checkpoint import read_json
 from llmconv.errors import InputRefused, UsageProblem, short
-from llmconv.files.mirror import WEIGHTS
-from llmconv.files.paths import Written, kind_of
+from llmconv.files.paths import WEIGHT_SUFFIXES, Written, kind_of
 from llmconv.files.sources import files_under
 from llmconv.generation.completions import TOO_LONG, Completion, CompletionFile, Generation, GenerationCost, Meter
 from llmconv.generation.loop import SharedPrefix
@@ -453,7 +452,7 @@ class PromptRun:
 
 def _is_of_model(file: Path) -> bool:
     """Whether a file is a graph, or has weights, also those of other exporters' graphs (`model.onnx_data`)."""
-    return file.name in MODEL_FILES or file.suffix in WEIGHTS or ".onnx" in file.name
+    return file.name in MODEL_FILES or file.suffix in WEIGHT_SUFFIXES or ".onnx" in file.name
 
 
 def require_count(count: int, settings: GenerationSettings) -> None:

@@ -26,8 +26,7 @@ from urllib.parse import urlsplit
 from llmconv.addresses import HubAddress, StoreAddress
 from llmconv.errors import KEPT, InputRefused, OutputFailed, UnsupportedInput, UsageProblem, as_fields
 from llmconv.files import mirror, source_file
-from llmconv.files.mirror import WEIGHTS
-from llmconv.files.paths import is_address
+from llmconv.files.paths import WEIGHT_SUFFIXES, is_address
 from llmconv.files.safe_folder import Link
 from llmconv.files.source_file import checked_reading
 from llmconv.output.local_folder import LocalFolder, SingleFile
@@ -293,7 +292,7 @@ def _write_shards(plan: Plan, folder: UnfinishedOutput, name: str, sources: Stat
             entry = folder.make_shard(shard, advance)
             checks.finish()
             for source, before in sources.items():
-                if (source.suffix in WEIGHTS or len(sources) == 1) and not (
+                if (source.suffix in WEIGHT_SUFFIXES or len(sources) == 1) and not (
                     source.exists() and _identity(source) == before
                 ):
                     problem = f"`{source.name}` changed while it was read"
