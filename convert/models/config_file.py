@@ -250,6 +250,22 @@ def causal_lm_config(
     return config
 
 
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")  # reward and value models, too
+
+
+def classifier_config(
+    stored: Mapping[str, Any], given: Mapping[str, Any], warnings: list[str]
+) -> dict[str, Any] | None:
+    """A classifier's configuration with the user's fields (`given`), as it is; None for every other model.
+
+    Its head has names and shapes of its own, which transformers knows (`completeness.check_folder`). One that the
+    user's consent lets run its own code is not transformers'.
+    """
+    fields = updated(stored, given)
+    own_code = trusted_code(given) is not None and AUTO_MAP in fields
+    return plain_fields(fields, warnings) if architecture(fields).endswith(CLASSIFIERS) and not own_code else None
+
+
 def _own_config(stored: Mapping[str, Any], given: Mapping[str, Any], source: str) -> dict[str, Any] | None:
     """The configuration for the model's own code; None where transformers has the model, or nobody trusts its code."""
     fields, code = own_fields(stored, given, source), trusted_code(given)
