@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llmconv.causal_lm import architecture, require_model_type
+from llmconv.causal_lm import require_model_type
 from llmconv.checkpoint import Checkpoint, open_checkpoint, refuse_mlx_layers, unmerged
 from llmconv.convert.adapters.adapter import Adapter
 from llmconv.convert.adapters.edits import base_in_memory
@@ -25,7 +25,7 @@ from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.peft_file import WHOLE, saved_name, to_adapter
 from llmconv.convert.adapters.tensor_names import AS_STORED, match_names
 from llmconv.convert.models.completeness import check_complete, check_folder
-from llmconv.convert.models.config_file import CLASSIFIERS, without_code
+from llmconv.convert.models.config_file import is_other_class, without_code
 from llmconv.convert.models.head_and_dtype import settled, with_tied_head
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.tensors import LazyTensor
@@ -204,7 +204,7 @@ def with_adapter(
         require_model_type(base.config, base.path)
     model = settled(open_model(dict(base.tensors) if base else run.base, base))
     if base:
-        check = check_folder if architecture(model.config).endswith(CLASSIFIERS) else check_complete
+        check = check_folder if is_other_class(model.config) else check_complete
         check(model.tensors, model.config, run.path.name)  # or the names of its modules are compared in vain
     if model.tensors and not run.config.get("target_parameters"):
         _check_places(run, model)

@@ -253,17 +253,26 @@ def causal_lm_config(
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")  # reward and value models, too
 
 
-def classifier_config(
-    stored: Mapping[str, Any], given: Mapping[str, Any], warnings: list[str]
-) -> dict[str, Any] | None:
-    """A classifier's configuration with the user's fields (`given`), as it is; None for every other model.
+def is_other_class(config: Mapping[str, Any]) -> bool:
+    """Whether the class that a `config.json` names is a classifier, or one with images, and not the causal one."""
+    named, kind = architecture(config), str(config.get("model_type"))
+    images = named == auto_classes("IMAGE_TEXT_TO_TEXT").get(kind) != causal_lm_classes().get(kind)
+    return named.endswith(CLASSIFIERS) or (bool(named) and images)
 
-    Its head has names and shapes of its own, which transformers knows (`completeness.check_folder`). One that the
-    user's consent lets run its own code is not transformers'.
+
+def other_class_config(
+    stored: Mapping[str, Any], given: Mapping[str, Any], warnings: list[str], *, drop: bool = False
+) -> dict[str, Any] | None:
+    """The configuration with the user's fields (`given`), as it is, of a model of another class (`is_other_class`).
+
+    Its parts have names and shapes of their own, which transformers knows (`completeness.check_folder`). None for a
+    causal language model, one that the user lets run its own code, and of one with images whose rest is left out.
     """
     fields = updated(stored, given)
     own_code = trusted_code(given) is not None and AUTO_MAP in fields
-    return plain_fields(fields, warnings) if architecture(fields).endswith(CLASSIFIERS) and not own_code else None
+    if own_code or not is_other_class(fields) or (drop and not architecture(fields).endswith(CLASSIFIERS)):
+        return None
+    return plain_fields(fields, warnings)
 
 
 def _own_config(stored: Mapping[str, Any], given: Mapping[str, Any], source: str) -> dict[str, Any] | None:

@@ -22,7 +22,7 @@ from llmconv.convert.assembly import OPTIONS, config_of_run, dropped_outside, op
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.deepspeed import save_folder
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
-from llmconv.convert.models.config_file import OPTION, causal_lm_config, classifier_config
+from llmconv.convert.models.config_file import OPTION, causal_lm_config, other_class_config
 from llmconv.convert.models.transformers_source import EMBEDDINGS
 from llmconv.convert.state_dicts.files import Sign, select
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing, word
@@ -56,8 +56,10 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         warnings, settings = [*model.warnings], dict[str, Any]()
         stored = read_json(save.home / "config.json") if (save.home / "config.json").is_file() else {}
         side_files = {**(base.side_files if base else {}), **side_files_of(save.home, tokenizer)}
-        if tensors and (classifier := classifier_config(stored or (base.config if base else {}), given, warnings)):
-            settings = classifier
+        fields = stored or (base.config if base else {})
+        other = other_class_config(fields, given, warnings, drop=bool(config.get("drop"))) if tensors else None
+        if other:
+            settings = other
             tensors = select(tensors, lambda _, tensor: tensor, save.name, warnings)
         elif tensors:
             settings = causal_lm_config(config_of_run(stored, base, warnings), given, path.name, warnings)

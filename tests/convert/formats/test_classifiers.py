@@ -1,4 +1,4 @@
-"""Classifiers in the files of trainers: the head is the model's, in every format that reads Hugging Face's names."""
+"""Classifiers, and models with images, in the files of trainers: all of it is the model's, in every format."""
 
 from __future__ import annotations
 
@@ -70,6 +70,27 @@ def composer(state: State, fields: dict[str, Any], folder: Path) -> Path:
 WRITERS: dict[str, Callable[[State, dict[str, Any], Path], Path]] = {
     one.__name__: one for one in (safetensors, torch_file, lightning, distributed, composer)
 }
+
+
+def with_images() -> Any:
+    text = transformers.LlamaConfig(**SIZES, num_attention_heads=2)
+    vision = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2}
+    tower = transformers.CLIPVisionConfig(**vision, image_size=8, patch_size=4, projection_dim=16)
+    torch.manual_seed(0)
+    config = transformers.LlavaConfig(text_config=text, vision_config=tower, image_token_index=23)
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_model_with_images_keeps_its_class_and_its_tower(writer: str, tmp_path: Path) -> None:
+    model = with_images()
+    base = base_of(model, tmp_path)
+    path = WRITERS[writer](model.state_dict(), json.loads((base / "config.json").read_text()), tmp_path)
+    to_hf(path, tmp_path / "out", config=[base])
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [type(model).__name__]
+    found, loading = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(loading.values()), loading
+    assert all(torch.equal(one, model.state_dict()[name]) for name, one in found.state_dict().items())
 
 
 @pytest.mark.parametrize("writer", WRITERS)
