@@ -105,8 +105,8 @@ FORMAT = Format(
     open=_open,
     covers=(
         "runs of Composer 0.13 to 0.32 with any causal language model or classifier of transformers, in one file, "
-        "packed (`.gz`, `.zst`, `.tar`, …), through a `.symlink` pointer or in a folder; LoRA runs, merged or kept apart; "
-        "MPT as far as transformers' own computes the same"
+        "packed (`.gz`, `.zst`, `.tar`, …), through a `.symlink` pointer or in a folder; LoRA runs, merged or kept "
+        "apart; MPT as far as transformers' own computes the same"
     ),
     options=(*assembly.OPTIONS, OPTION),
     peek=lambda path: select(
