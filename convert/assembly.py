@@ -129,7 +129,7 @@ def assemble(
     fields = {name: value for name, value in given.items() if name != "drop"}
     home = file.home or file.path
     stored = stored_config(home) if stored is None else stored
-    other = other_class_config(stored, fields, warnings, drop=bool(given.get("drop")))
+    other = other_class_config(stored, fields, file.state, warnings, drop=bool(given.get("drop")))
     settings = other or causal_lm_config(stored, fields, source, warnings)
     refuse_quantized(file.state, source)
     refuse_objects(file.state, source)

@@ -73,7 +73,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         settings, own_files = dict[str, Any](), dict(base.side_files if base else {})
         if tensors:
             stored = assembly.config_of_run(embedded, base, warnings)
-            other = other_class_config(stored, given, warnings)
+            other = other_class_config(stored, given, tensors, warnings)
             settings = other or causal_lm_config(stored, given, path.name, warnings)
             if not other and AUTO_MAP not in settings:
                 if settings["model_type"] == "mpt":

@@ -111,7 +111,7 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         tensors = dict[str, LazyTensor]()
         if leaves:
             fields = config_of_run(stored, base, notes)
-            other = other_class_config(fields, given, notes, drop=bool(config.get("drop")))
+            other = other_class_config(fields, given, leaves, notes, drop=bool(config.get("drop")))
             settings = other or causal_lm_config(fields, given, path.name, notes)
             own_code = AUTO_MAP in settings
             tensors = select(leaves, lambda _, tensor: tensor, path.name, notes, buffers=own_code)

@@ -57,8 +57,8 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         stored = read_json(save.home / "config.json") if (save.home / "config.json").is_file() else {}
         side_files = {**(base.side_files if base else {}), **side_files_of(save.home, tokenizer)}
         fields = stored or (base.config if base else {})
-        other = other_class_config(fields, given, warnings, drop=bool(config.get("drop"))) if tensors else None
-        if other:
+        drop = bool(config.get("drop"))
+        if tensors and (other := other_class_config(fields, given, tensors, warnings, drop=drop)):
             settings = other
             tensors = select(tensors, lambda _, tensor: tensor, save.name, warnings)
         elif tensors:

@@ -93,6 +93,22 @@ def test_a_model_with_images_keeps_its_class_and_its_tower(writer: str, tmp_path
     assert all(torch.equal(one, model.state_dict()[name]) for name, one in found.state_dict().items())
 
 
+def test_the_language_model_alone_has_the_causal_class(tmp_path: Path) -> None:
+    """Of a model with images its text was trained, and the configuration is that of the whole model."""
+    names = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 4, "head_dim": 8}
+    text = {**names, "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+    config = transformers.Qwen3_5Config(
+        text_config={**text, **heads}, architectures=["Qwen3_5ForConditionalGeneration"]
+    )
+    config.save_pretrained(tmp_path)
+    state = transformers.Qwen3_5ForCausalLM(config.text_config).state_dict()
+    torch.save(state, tmp_path / "run.bin")
+    to_hf(tmp_path / "run.bin", tmp_path / "out")
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == state.keys()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["Qwen3_5ForCausalLM"]
+
+
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_classifier_is_the_one_that_it_was(kind: str, writer: str, tmp_path: Path) -> None:
