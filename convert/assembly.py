@@ -23,7 +23,7 @@ from llmconv.checkpoint import (
     unmerged,
 )
 from llmconv.convert.models.completeness import BUFFERS, as_loaded
-from llmconv.convert.models.config_file import causal_lm_config
+from llmconv.convert.models.config_file import causal_lm_config, other_class_config
 from llmconv.convert.models.mpt_config import enlarged
 from llmconv.convert.models.transformers_source import ModelNames, causal_lm_classes, model_names
 from llmconv.convert.state_dicts.files import EMBEDDING, Leaf, StateFile, refuse_objects, refuse_quantized, select
@@ -129,7 +129,8 @@ def assemble(
     fields = {name: value for name, value in given.items() if name != "drop"}
     home = file.home or file.path
     stored = stored_config(home) if stored is None else stored
-    settings = causal_lm_config(stored, fields, source, warnings)
+    other = other_class_config(stored, fields, file.state, warnings, drop=bool(given.get("drop")))
+    settings = other or causal_lm_config(stored, fields, source, warnings)
     refuse_quantized(file.state, source)
     refuse_objects(file.state, source)
     if settings.get("quantization_config"):
@@ -141,7 +142,8 @@ def assemble(
     if AUTO_MAP in settings:
         tensors, dropped = select(file.state, file.tensor, source, warnings, buffers=True), list[str]()
     else:
-        tensors, dropped = _native_tensors(file, settings, warnings, drop=bool(given.get("drop")))
+        tensors, dropped = _native_tensors(file, settings, warnings, drop=bool(given.get("drop")), every=bool(other))
+    if not other and AUTO_MAP not in settings:
         if settings["model_type"] == "mpt":
             tensors = enlarged(tensors, {**stored, **fields}, source)
         settings = as_loaded(tensors, settings)
@@ -152,9 +154,9 @@ def assemble(
 
 
 def _native_tensors(
-    file: StateFile, settings: Mapping[str, Any], warnings: list[str], *, drop: bool
+    file: StateFile, settings: Mapping[str, Any], warnings: list[str], *, drop: bool, every: bool
 ) -> tuple[dict[str, LazyTensor], list[str]]:
-    """The tensors in transformers' names, and a phrase for each kind of those that are left out."""
+    """The tensors in transformers' names (`every`: as `map_names`), and a phrase for each kind of those left out."""
     source = file.path.name
     counts: Counter[str] = Counter()
     state: dict[str, Any] = {}  # without buffers that the model recomputes
@@ -166,7 +168,7 @@ def _native_tensors(
             state[name] = leaf
     dropped = [f"{count} {kind}, which the model computes" for kind, count in counts.items()]
     stored = select(state, file.tensor, source, warnings)
-    names, outside, added = map_names(list(stored), model_names(str(settings["model_type"])), source)
+    names, outside, added = map_names(list(stored), model_names(str(settings["model_type"])), source, every=every)
     tensors = {}
     for name, target in names.items():
         stem, dot, last = target.rpartition(".")
@@ -189,9 +191,12 @@ def dropped_outside(outside: Sequence[str], source: str, *, drop: bool) -> list[
     return [f"{len(outside)} tensors outside the model: {listing(outside)}"] if outside else []
 
 
-def map_names(stored: Sequence[str], model: ModelNames, source: str) -> tuple[dict[str, str], list[str], str]:
+def map_names(
+    stored: Sequence[str], model: ModelNames, source: str, *, every: bool = False
+) -> tuple[dict[str, str], list[str], str]:
     """Stored names to Hugging Face's by the only prefix, those outside it, and the prefix that a base model lacks.
 
+    With `every`, all names with the prefix are the model's, as those of a classifier's head, or of a part for images.
     Raises MalformedInput without an embedding, UnsupportedInput for several models.
     """
     whole: dict[str, None] = {}  # the prefixes of whole models, and those of base models
@@ -206,6 +211,12 @@ def map_names(stored: Sequence[str], model: ModelNames, source: str) -> tuple[di
             whole[name.removesuffix(embedding)] = None
         elif _ends_with(name, short):
             base_only[name.removesuffix(short)] = None
+    if every and not whole:
+        from llmconv.convert.state_dicts.distributed import prefix_of  # noqa: PLC0415 - of few models
+
+        outer = prefix_of(stored)
+        own = {name: name.removeprefix(outer) for name in stored if name.startswith(outer)}
+        return own, [name for name in stored if name not in own], ""
     if not (found := [*(whole or base_only)]):
         raise MalformedInput(
             f"missing key `{model.embedding or 'embed_tokens.weight'}` in `{source}`; it begins with {listing(stored)}",
@@ -222,7 +233,7 @@ def map_names(stored: Sequence[str], model: ModelNames, source: str) -> tuple[di
     for name in stored:
         rest = name.removeprefix(prefix)
         target = rest if rest.startswith(model.roots[1:]) else added + rest
-        if not name.startswith(prefix) or not target.startswith(model.roots):
+        if not name.startswith(prefix) or not (every or target.startswith(model.roots)):
             outside.append(name)
         else:
             names[name] = target

@@ -24,8 +24,8 @@ from llmconv.convert.adapters.lora_config import FORMULA, AdapterFields, parse_c
 from llmconv.convert.adapters.merging import merged
 from llmconv.convert.adapters.peft_file import WHOLE, saved_name, to_adapter
 from llmconv.convert.adapters.tensor_names import AS_STORED, match_names
-from llmconv.convert.models.completeness import check_complete
-from llmconv.convert.models.config_file import without_code
+from llmconv.convert.models.completeness import check_complete, check_folder
+from llmconv.convert.models.config_file import is_other_class, without_code
 from llmconv.convert.models.head_and_dtype import settled, with_tied_head
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, UsageProblem, listing
 from llmconv.tensors import LazyTensor
@@ -156,15 +156,21 @@ def _require_complete(run: PeftRun) -> None:
     modules = {name.rpartition(".")[0] for name in names if ".lora_" not in name}
     below = {name.rpartition(".")[0] for name in run.base}
     saved = AdapterFields(run.config).names(WHOLE)
+    # PEFT adds both names of a classifier's head (`PeftModelForSequenceClassification`), and a model has one of them
+    heads = any(_holds(modules, head) for head in HEADS_OF_CLASSIFIERS)
     lost = [
         f"`{WHOLE}` ({expected})"
         for expected in saved
         if not _holds(modules, expected) and (not run.base or _holds(below, expected))
+        if not (heads and expected in HEADS_OF_CLASSIFIERS)
     ]
     if run.config.get("trainable_token_indices") and not any(name.endswith("trainable_tokens_delta") for name in names):
         lost.append("`trainable_token_indices`")
     if lost:
         raise UnsupportedInput(f"`{run.path.name}` was saved without the tensors trained by {lost[0]}", hint=SAVE_ALL)
+
+
+HEADS_OF_CLASSIFIERS = ("classifier", "score")
 
 
 def _holds(modules: set[str], expected: str) -> bool:
@@ -198,7 +204,8 @@ def with_adapter(
         require_model_type(base.config, base.path)
     model = settled(open_model(dict(base.tensors) if base else run.base, base))
     if base:
-        check_complete(model.tensors, model.config, run.path.name)  # or the names of its modules are compared in vain
+        check = check_folder if is_other_class(model.config) else check_complete
+        check(model.tensors, model.config, run.path.name)  # or the names of its modules are compared in vain
     if model.tensors and not run.config.get("target_parameters"):
         _check_places(run, model)
     if split:

@@ -31,7 +31,7 @@ from llmconv.checkpoint import SIDE_FILES, Checkpoint, read_json
 from llmconv.convert import assembly
 from llmconv.convert.formats import Format
 from llmconv.convert.models.completeness import as_loaded
-from llmconv.convert.models.config_file import OPTION, causal_lm_config, own_fields
+from llmconv.convert.models.config_file import OPTION, causal_lm_config, other_class_config, own_fields
 from llmconv.convert.models.mpt_config import enlarged, native_tensors
 from llmconv.convert.state_dicts.distributed import FILE, TensorItem, open_folder, sizes_of
 from llmconv.convert.state_dicts.distributed import is_folder as is_distributed_folder
@@ -73,8 +73,9 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         settings, own_files = dict[str, Any](), dict(base.side_files if base else {})
         if tensors:
             stored = assembly.config_of_run(embedded, base, warnings)
-            settings = causal_lm_config(stored, given, path.name, warnings)
-            if AUTO_MAP not in settings:
+            other = other_class_config(stored, given, tensors, warnings)
+            settings = other or causal_lm_config(stored, given, path.name, warnings)
+            if not other and AUTO_MAP not in settings:
                 if settings["model_type"] == "mpt":
                     tensors = enlarged(native_tensors(tensors, path.name), {**stored, **given}, path.name)
                 settings = as_loaded(tensors, settings)
@@ -103,9 +104,9 @@ FORMAT = Format(
     sign=Sign(keys=("state",)),
     open=_open,
     covers=(
-        "runs of Composer 0.13 to 0.32 with any causal language model of transformers, in one file, packed (`.gz`, "
-        "`.zst`, `.tar`, …), through a `.symlink` pointer or in a folder; LoRA runs, merged or kept apart; MPT as far "
-        "as transformers' own computes the same"
+        "runs of Composer 0.13 to 0.32 with any causal language model or classifier of transformers, in one file, "
+        "packed (`.gz`, `.zst`, `.tar`, …), through a `.symlink` pointer or in a folder; LoRA runs, merged or kept "
+        "apart; MPT as far as transformers' own computes the same"
     ),
     options=(*assembly.OPTIONS, OPTION),
     peek=lambda path: select(

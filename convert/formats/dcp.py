@@ -53,7 +53,7 @@ from llmconv.convert.formats.megatron.save_folder import (
 from llmconv.convert.formats.meta import LLAMA
 from llmconv.convert.formats.torchtune import ROTATED
 from llmconv.convert.models.completeness import as_loaded
-from llmconv.convert.models.config_file import OPTION, causal_lm_config, own_fields
+from llmconv.convert.models.config_file import OPTION, causal_lm_config, other_class_config, own_fields
 from llmconv.convert.state_dicts.distributed import (
     PARTS,
     DistributedFolder,
@@ -110,16 +110,20 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         notes, left_out, settings = [*warnings], list[str](), dict[str, Any]()
         tensors = dict[str, LazyTensor]()
         if leaves:
-            settings = causal_lm_config(config_of_run(stored, base, notes), given, path.name, notes)
+            fields = config_of_run(stored, base, notes)
+            other = other_class_config(fields, given, leaves, notes, drop=bool(config.get("drop")))
+            settings = other or causal_lm_config(fields, given, path.name, notes)
             own_code = AUTO_MAP in settings
             tensors = select(leaves, lambda _, tensor: tensor, path.name, notes, buffers=own_code)
             if not own_code:
                 prefix = prefix_of(tensors)
                 foreign = [] if is_meta_named(leaves) else outside(tensors, prefix)
+                if other:  # all names with the prefix are the model's, its head's too
+                    foreign = [name for name in foreign if not name.startswith(prefix)]
                 left_out = dropped_outside(foreign, path.name, drop=bool(config.get("drop")))
                 tensors = {name.removeprefix(prefix): one for name, one in tensors.items() if name not in foreign}
                 tensors = _from_meta(tensors, settings, path.name) if is_meta_named(state) else tensors
-                settings = as_loaded(tensors, settings)
+                settings = other or as_loaded(tensors, settings)
         homes = [one for one in (home, *(place for place in places if place.is_relative_to(path.resolve()))) if one]
         found = next((files for one in homes if (files := read_side_files(one))), {})  # a Trainer has no configuration
         own_files = with_tokenizer(found, tokenizer)
@@ -251,7 +255,8 @@ FORMAT = Format(
     title="torch Distributed Checkpoint (FSDP, accelerate, torchtitan): a folder of `.distcp` shards and `.metadata`",
     detect=lambda path: _shard_folder(path) is not None or (path.is_dir() and bool(plain_steps(path))),
     open=_open,
-    covers="any causal language model in Hugging Face's names, sharded in any grid over any number of ranks; "
+    covers="any causal language model in Hugging Face's names, also with images, and classifiers, sharded in any "
+    "grid over any number of ranks; "
     "torchtitan's Llama and Qwen 3; slime's runs with FSDP, the newest step of a run; LoRA runs, merged or kept apart; "
     "give `config.json` with `--config` if there is none with it",
     options=("root", "drop", *OPTIONS, OPTION),

@@ -41,7 +41,8 @@ FORMAT = Format(
     detect=lambda path: has_sign_of("lightning", path),
     sign=Sign(keys=(VERSION,)),
     open=_open,
-    covers="any causal language model of transformers, under any one attribute of the module; give its `config.json` "
+    covers="any causal language model of transformers, also with images, or classifier, under any one attribute of "
+    "the module; give its `config.json` "
     "with `--config`; `--drop` leaves out what is not part of the model; LoRA runs, merged or kept apart",
     options=("drop", *OPTIONS, OPTION),
     peek=lambda path: _read(path).tensors(),

@@ -86,7 +86,8 @@ FORMAT = Format(
     title="Safetensors in Hugging Face's names: one file, or a folder of shards, as accelerate writes them",
     detect=_detect,
     open=_open,
-    covers="any causal language model of transformers; accelerate's `save_model` and `save_state`, merged FSDP "
+    covers="any causal language model of transformers, also with images, and classifiers; accelerate's `save_model` "
+    "and `save_state`, merged FSDP "
     "weights; shards with or without an index; the files of all ranks of torch's `HuggingFaceStorageWriter` (NeMo "
     "Automodel, NeMo RL); shared tensors that are stored once; LoRA runs saved with their base, "
     "merged or kept apart; `--drop` leaves out what is not part of the model",

@@ -51,7 +51,8 @@ FORMAT = Format(
     title="Plain torch in Hugging Face's names: `.bin`, `.pt` or `.pth`, or a folder of `pytorch_model*.bin`",
     detect=_detect,
     open=lambda path, config, tokenizer: assembled_run(_read(path), "torch", config, tokenizer),
-    covers="any causal language model of transformers; flat or nested once; shards with or without an index; files "
+    covers="any causal language model of transformers, also with images, and classifiers; flat or nested once; "
+    "shards with or without an index; files "
     "from before torch 1.6; models saved without their head; LoRA runs saved with their base, merged or kept apart; "
     "`--drop` leaves out what is not part of the model",
     options=("drop", *OPTIONS, OPTION),

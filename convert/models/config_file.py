@@ -11,6 +11,7 @@ import yaml
 
 from llmconv.causal_lm import architecture, is_encoder
 from llmconv.checkpoint import own_file, read_json, require_shallow
+from llmconv.convert.models.completeness import VISION
 from llmconv.convert.models.transformers_source import auto_classes, causal_lm_classes
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing, short
 from llmconv.model_code import AUTO_MAP, REPOSITORY, auto_map, holds, model_class
@@ -248,6 +249,39 @@ def causal_lm_config(
             "is not exported to generate"
         )
     return config
+
+
+CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")  # reward and value models, too
+
+
+def is_other_class(config: Mapping[str, Any]) -> bool:
+    """Whether the class that a `config.json` names is a classifier, or one with images, and not the causal one."""
+    named, kind = architecture(config), str(config.get("model_type"))
+    images = named == auto_classes("IMAGE_TEXT_TO_TEXT").get(kind) != causal_lm_classes().get(kind)
+    return named.endswith(CLASSIFIERS) or (bool(named) and images)
+
+
+def other_class_config(
+    stored: Mapping[str, Any],
+    given: Mapping[str, Any],
+    names: Iterable[Any],
+    warnings: list[str],
+    *,
+    drop: bool = False,
+) -> dict[str, Any] | None:
+    """The configuration with the user's fields (`given`), as it is, of a model of another class (`is_other_class`).
+
+    Its parts have names and shapes of their own, which transformers knows (`completeness.check_folder`). None for a
+    causal language model, one that the user lets run its own code, and of one with images for its language model: if
+    none of the `names` is of a part for images, or if these are left out (`drop`).
+    """
+    fields = updated(stored, given)
+    own_code = trusted_code(given) is not None and AUTO_MAP in fields
+    if own_code or not is_other_class(fields):
+        return None
+    if not architecture(fields).endswith(CLASSIFIERS) and (drop or not any(VISION.search(str(name)) for name in names)):
+        return None
+    return plain_fields(fields, warnings)
 
 
 def _own_config(stored: Mapping[str, Any], given: Mapping[str, Any], source: str) -> dict[str, Any] | None:

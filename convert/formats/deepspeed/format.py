@@ -16,14 +16,13 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from llmconv.causal_lm import architecture
 from llmconv.checkpoint import ADAPTER_CONFIG, HEADS, INDEX, SINGLE, Checkpoint, read_json
 from llmconv.convert.algebra import reshaped
 from llmconv.convert.assembly import OPTIONS, config_of_run, dropped_outside, opened_with_adapter, side_files_of
 from llmconv.convert.formats import Format
 from llmconv.convert.formats.deepspeed import save_folder
 from llmconv.convert.models.completeness import WRAPPERS, as_loaded
-from llmconv.convert.models.config_file import OPTION, causal_lm_config, plain_fields
+from llmconv.convert.models.config_file import OPTION, causal_lm_config, other_class_config
 from llmconv.convert.models.transformers_source import EMBEDDINGS
 from llmconv.convert.state_dicts.files import Sign, select
 from llmconv.errors import InputRefused, MalformedInput, UnsupportedInput, listing, word
@@ -57,8 +56,10 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
         warnings, settings = [*model.warnings], dict[str, Any]()
         stored = read_json(save.home / "config.json") if (save.home / "config.json").is_file() else {}
         side_files = {**(base.side_files if base else {}), **side_files_of(save.home, tokenizer)}
-        if tensors and architecture({**stored, **given}).endswith(CLASSIFIERS):
-            settings = plain_fields({**stored, **given}, warnings)
+        fields = stored or (base.config if base else {})
+        drop = bool(config.get("drop"))
+        if tensors and (other := other_class_config(fields, given, tensors, warnings, drop=drop)):
+            settings = other
             tensors = select(tensors, lambda _, tensor: tensor, save.name, warnings)
         elif tensors:
             settings = causal_lm_config(config_of_run(stored, base, warnings), given, path.name, warnings)
@@ -79,7 +80,6 @@ def _open(path: Path, config: Mapping[str, Any], tokenizer: Path | None) -> Chec
 
 
 VALUE_HEAD = re.compile(r"(?:module\.)?v_head\.")  # of TRL's models, beside `pretrained_model.`
-CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification")  # reward and value models
 
 
 def _require_one_model(names: Collection[str], source: str) -> None:
