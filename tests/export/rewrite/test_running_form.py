@@ -213,7 +213,7 @@ OPTIONS: list[dict[str, Any]] = [
 IN_FILE = ("stages", "static")
 
 
-@pytest.mark.parametrize("options", slow_but(OPTIONS, *OPTIONS[:3], *OPTIONS[5:7], OPTIONS[8], OPTIONS[-1]), ids=str)
+@pytest.mark.parametrize("options", slow_but(OPTIONS, *OPTIONS[:3], *OPTIONS[5:7], OPTIONS[8]), ids=str)
 def test_tokens_are_those_of_the_file(
     tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:

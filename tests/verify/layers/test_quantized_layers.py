@@ -103,7 +103,7 @@ def test_codes_that_are_read_under_another_name_fail(made: Made, tmp_path: Path)
     assert by_induction(tmp_path / "mutant", model, layers="classes").verdict == "fail"
 
 
-@pytest.mark.slow_rows("bfloat16")
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"precision": "bfloat16"}, {"target": "ort-cpu"}], ids=["bfloat16", "ort-cpu"])
 def test_graphs_of_floats_pass(options: dict[str, Any], made: Made, tmp_path: Path) -> None:
     """onnxruntime's CPU provider has no bfloat16 kernels; norms that add read two values of the layer before."""
